@@ -49,28 +49,28 @@ class CadArguments(CadOptions):
 
     Attributes:
         tokens_per_rank: the most tokens of a micro-batch, divided by the number of data-parallel ranks. If the script
-            gives documents their ranks, this is also the most tokens of each rank.
+            gives documents their ranks, this is also the most tokens of a micro-batch on each rank.
         disaggregate: False is the baseline: every document stays whole on one rank, which computes its attention with
             the same kernels.
         deal: True lets a plan move documents to other micro-batches of the step, so that ranks exchange fewer rows. No
             document moves if the script gives documents their ranks, or if ``disaggregate`` is False.
-        level: what a plan makes about equal on all ranks: the seconds of "attention", or the "time" of attention and
+        level: what a plan makes about equal on all servers: the seconds of "attention", or the "time" of attention and
             linear layers together. "time" needs ``ping_pong`` (a micro-batch runs as two parts), and pipeline stages,
             ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport other than "nvshmem",
-            if there are stages, ``servers``, ``speeds`` or different GPUs. In other runs, and if the file
-            ``cost_table`` has no times of linear layers, "auto" is "attention".
+            if there are stages, ``servers``, ``speeds`` or different GPUs. In other runs, and without measured times of
+            linear layers (``cost_table``), "auto" is "attention".
         recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all"
             backward recomputes everything but core attention; without ``disaggregate``, whole layers.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
             needs recompute "none", and a configuration without recomputed modules and without FP8.
-        offload: True moves the inputs of every layer to host memory until backward. It needs ``disaggregate``,
-            recompute "all", backward "resend" or "auto", and a model without pipeline stages.
+        offload: True keeps every layer's inputs, q, k, v and attention outputs in host memory until backward. It needs
+            ``disaggregate``, recompute "all", backward "resend" or "auto", and a model without pipeline stages.
         linears: whose linear layers a model gets: Megatron's own ("local"), Transformer Engine's ("te"), or Transformer
-            Engine's if they can be used ("auto"). Transformer Engine's need GPUs and bfloat16. FP8 needs "te" or
+            Engine's if they work here ("auto"). Transformer Engine's need GPUs and bfloat16. FP8 needs "te" or
             "auto", and the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", "delayed" or
             "blockwise"). The configuration's ``fp8_param`` (weights without a bfloat16 copy) needs the distributed
             optimizer.
-        hybrid_layer_pattern: the pattern of layers with which a HybridModel is built; empty for a GPTModel.
+        hybrid_layer_pattern: Megatron's ``hybrid_layer_pattern`` of a HybridModel; empty for a GPTModel.
         model_options: options of the model for which Megatron's configuration has no field.
     """
 
@@ -200,13 +200,13 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
 
 
 def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, unlike: bool = False) -> None:
-    """Raises SupportError if ``level`` is "time", but no rank is ever idle or idle ranks could not compute attention.
+    """Raises SupportError if ``level`` is "time", but no server is ever idle, or idle servers could not help.
 
     ``unlike`` says whether servers differ in speed, or some servers have no model.
     """
     if level != "time" or (disaggregate and (stages > 1 or unlike) and ping_pong):
         return
-    why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle stages could not help"
+    why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle servers could not help others"
     if disaggregate and stages == 1 and not unlike:
         why = "there are no pipeline stages, servers or speeds, so no rank is ever idle"
     raise SupportError(f"level is 'time', but {why}: set level to 'auto'.")

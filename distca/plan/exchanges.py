@@ -64,10 +64,9 @@ class Segments:
 class RowExchange:
     """One rank's part of an exchange of q rows, or of k and v rows.
 
-    The rank has a home tensor, from which rows are sent, and a server buffer, in which each row arrives once. A kernel
-    reads one *region* of k,v rows for each task. If tasks share rows, the server copies rows from its buffer to the
-    regions. In the exchange from gateways, the sender is a gateway, and its server buffer takes the place of the home
-    tensor.
+    The rank has a home tensor, from which rows are sent, and a server buffer, which gets each row once. A kernel reads
+    one *region* of k,v rows for each task. If tasks share rows, the server copies rows from its buffer to the regions.
+    In the exchange from gateways, a gateway's server buffer takes the place of the home tensor.
 
     Attributes:
         source_rows: number of rows of the home tensor.
@@ -79,7 +78,7 @@ class RowExchange:
         before: copies to regions from the server buffer of the micro-batch's first part, if this is the second part.
         travelling: number of rows that travel, summed over all ranks. If it is 0, all ranks skip the exchange.
         ahead_at_server: [R] rows that each server receives from ranks below this rank: the offset of this rank's rows
-            among the rows that the server receives.
+            among all rows that arrive at that server.
         ahead_at_home: [R] rows that each home gets back from ranks below this rank.
         most_to_server: the most rows that any server receives from other ranks.
         most_to_home: the most rows that any home gets back from other ranks.
@@ -147,7 +146,7 @@ class Exchanges:
 
     Args:
         source_rows: [R] rows of every sender's tensor.
-        only: the rank that :meth:`of` will be called for; with a rank, less is computed. None for any rank.
+        only: the one rank that :meth:`of` will be called for, so that less is computed; None for all ranks.
     """
 
     def __init__(self, pieces: Pieces, source_rows: np.ndarray, only: int | None) -> None:
@@ -217,7 +216,7 @@ class _Grouped:
 
 
 class _Arrivals:
-    """Counts the rows of N pieces that travel; ``most`` are the most rows at one receiver."""
+    """Counts the rows of N pieces that travel; ``most`` is the most rows that one receiver gets."""
 
     def __init__(
         self, sender: np.ndarray, receiver: np.ndarray, rows: np.ndarray, ranks: int, only: int | None

@@ -47,9 +47,9 @@ class Tasks:
 
     @staticmethod
     def sorted(document: np.ndarray, start: np.ndarray, stop: np.ndarray, server: np.ndarray) -> Tasks:
-        """Returns tasks from ranges in any order.
+        """Makes tasks of ranges in any order. Ranges of one document and server that touch become one task.
 
-        Ranges of one document and server that touch, such as [0, 4) and [4, 6), become one task."""
+        Example: [0, 4) and [4, 6) become [0, 6)."""
         order = order_by(server, document, start)
         document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
         if len(document) == 0:

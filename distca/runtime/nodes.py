@@ -1,6 +1,6 @@
 """The base class of ``AttentionCall`` and ``RecurrentCall``, which run a layer's core as a chain of autograd nodes.
 
-The *core* of a layer is its attention or recurrence. Rows travel after one autograd node and before the next.
+The *core* of a layer is its attention or recurrence. Rows travel between one node and the next.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 - task: a range of a document's queries, with all keys and values that they attend to.
 - buffer: the k,v rows that came to the server. A row that several tasks read is there once.
 - region: a contiguous copy of one task's k,v rows, for the kernel.
-- range (``SharedRows``): a run of buffer rows from row ``first``, which one or more tasks read. ``places`` has three
-  numbers for each task: first row, counted from ``first``; first row in the regions; number of rows.
+- range (``SharedRows``): a run of buffer rows from row ``first``, which one or more tasks read. For each task
+  ``places`` has the task's first buffer row minus ``first``, its first row in the regions, and its number of rows.
 - ping, pong: the first and the second part of a micro-batch. Tasks of pong may read k,v rows that arrived in ping.
 
 Shape suffixes: T query rows of the tasks; U k,v rows of the buffer; V k,v rows that arrived in ping; S k,v rows of all
@@ -68,11 +68,11 @@ Sums = dict[int, torch.Tensor]
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
     """Returns dkv_U2GD, the gradients of the rows in the server's buffer.
 
-    Gradients of a row are added in float32, in a fixed order, and each sum is rounded.
+    Gradients of a row are added in float32 in a fixed order, those of ``later`` last, and each sum is rounded.
 
     Args:
         dkv_S2GD: gradients of the regions.
-        later: in ping, gradients that pong's tasks computed for rows of this buffer. They are added last.
+        later: in ping, gradients that pong's tasks computed for rows of this buffer; empty in pong.
     """
     # The last task of a range reads up to the range's end. Its gradients are copied, and then the rows that other tasks
     # also read are overwritten with the sums.
@@ -117,7 +117,7 @@ def compute_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns o_THD and lse_TH (log-sum-exp of scores) of this server's tasks.
 
-    ``route.batches``: runs of tasks with equal window, softmax scale and softcap, one kernel call each."""
+    ``route.batches`` are runs of tasks with equal window, softmax scale and softcap. Each run is one kernel call."""
     if len(route.batches) == 1:
         (only,) = route.batches
         return kernel.forward(q_THD, *keys_and_values(kv_S2GD, q_THD.shape[2]), only.batch, only.kind)

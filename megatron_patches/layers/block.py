@@ -68,7 +68,7 @@ class DisaggregatedForward(MegatronModule):
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
-        """The norm behind the model's last layer; None on all stages but the last."""
+        """The norm after the model's last layer; None on all stages but the last."""
         raise NotImplementedError
 
     def forward(  # type: ignore[override]
@@ -78,7 +78,7 @@ class DisaggregatedForward(MegatronModule):
         rotary_pos_emb: RowRotations | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Runs all layers of this pipeline stage; returns [rows, 1, hidden], on the last stage normed.
+        """Runs all layers of this pipeline stage, and ``last_norm``; returns [rows, 1, hidden].
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of every nano-batch.

@@ -103,8 +103,8 @@ def build_gpt(
     """
     if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
         raise SupportError(
-            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor. The factor belongs to the "
-            "rotated dimensions alone, but would multiply whole scores: give CAD ModelOptions with `rotations` for all "
+            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor. The factor is only for "
+            "rotated dimensions, but would multiply whole scores: give CAD ModelOptions with `rotations` for all "
             "layers in place of both settings."
         )
     tp, alike = parallel_state.get_tensor_model_parallel_world_size(), shape.variant.turns_alike
@@ -118,7 +118,7 @@ def build_gpt(
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_percent=rotary_percent,
-        # If layers differ in RoPE, each takes its base from ModelOptions, and 10000 is not read.
+        # If layers differ in RoPE, each layer takes its base from ModelOptions, and 10000 is not read.
         rotary_base=shape.rope_base if alike else 10000,  # type: ignore[arg-type]
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
@@ -205,7 +205,7 @@ def build_hybrid(
 
 
 def _windows(shape: ModelShape) -> dict[str, Any]:
-    """Returns Megatron's fields for layers with windows; all windows of a model have one size.
+    """Returns Megatron's fields for layers with windows, which must all have one size.
 
     Megatron's ``window_size`` does not count the query's own key, and ``shape.windows`` does.
     """

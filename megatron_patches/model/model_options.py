@@ -47,7 +47,7 @@ class ModelOptions:
 
     Attributes:
         score_softcap: softcap c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: RoPE of each layer of all pipeline stages. A layer with None takes the GPTModel's rotary embedding,
+        rotations: RoPE of each layer, over all pipeline stages. A layer with None takes the model's rotary embedding,
             or has no RoPE if Megatron's ``no_rope_freq`` says so. An empty tuple means None for each layer.
         query_scaling: a factor on queries that grows with the position, or None (Ministral 3).
         norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": on the outputs of
@@ -67,8 +67,8 @@ class ModelOptions:
         final_softcap: softcap c of the logits l, which become c tanh(l / c) after ``logit_multiplier``; 0 for none
             (Gemma 2: 30).
         plain_recurrent_norm: whether the output norm of gated delta nets ignores ``layernorm_zero_centered_gamma``
-            (Qwen3.5): it multiplies by its weight w, and other norms multiply by 1 + w.
-        step_min: smallest step size of Mamba-2; 0 for no limit (Nemotron-H).
+            (Qwen3.5). With that field other norms multiply by 1 + w, and this norm by its weight w.
+        step_min: the smallest step size (dt) of Mamba-2; 0 for no limit (Nemotron-H).
         latent_norm_epsilon: epsilon of latent attention's norms ``q_layernorm`` and ``kv_layernorm`` (DeepSeek-V3:
             1e-6). 0 takes the epsilon of the other norms.
     """

@@ -21,15 +21,12 @@ def compile_on_gpus_only() -> None:
 
 
 class _BeforeMegatron:
-    """A finder in ``sys.meta_path`` that finds nothing, but replaces torch.compile when Megatron-Core is imported.
-
-    Until then torch need not be imported.
-    """
+    """A finder in ``sys.meta_path`` that finds nothing, but replaces torch.compile when Megatron-Core is imported."""
 
     done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        # Python also looks for ``megatron.core`` itself, to read the installed version. That needs no torch.
+        # ``versions.py`` looks for ``megatron.core`` itself without an import, which needs no torch.
         if self.done or not name.startswith("megatron.core."):
             return
         self.done = True

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros")
-"""Functions of torch that make a tensor, which Megatron-Core calls with CUDA devices."""
+"""Functions of torch that Megatron-Core calls to make tensors on CUDA devices."""
 
 _replaced = False
 
@@ -31,21 +31,21 @@ def use_cpu() -> None:
     torch.cuda.Stream, torch.cuda.stream = HostStream, nullcontext  # type: ignore[assignment,misc]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     for absent in (torch.cuda, torch.xpu, torch.mtia):
-        # torch would store each seed with its call stack until the device starts, which never happens here.
+        # Torch would store each seed and its call stack until a device is initialised, which never happens here.
         absent.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[attr-defined]
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # Megatron would warn for every weight that CPU and CUDA share a random state.
+    # For every weight Megatron would warn that CPU and CUDA share a random state.
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "RNG state" not in record.getMessage())
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # Megatron may have been imported before ``before_import.py`` replaced torch.compile. Then this turns compiling off.
+    # If Megatron was imported before ``before_import.py`` replaced torch.compile, this turns compiling off.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
 

@@ -1,4 +1,4 @@
-"""Records when a pipeline stage computes, by taking the place of Megatron's timers.
+"""Records on a run's timeline when a pipeline stage computes. The classes here take the place of Megatron's timers.
 
 Megatron's own pipeline schedules (1F1B) start and stop timers around the forward and the backward of each micro-batch.
 """
@@ -11,14 +11,11 @@ from typing import Any
 from distca.runtime.timeline import Timeline
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
-"""Megatron's name of a timer, and the name of its spans on the timeline."""
+"""Megatron's names of timers, and the names of the spans that these timers record."""
 
 
 class StageTimers:
-    """An object for the field ``timers`` of Megatron's configuration.
-
-    Timers of ``_COMPUTE`` record spans on a run's timeline; other timers do nothing.
-    """
+    """An object for the field ``timers`` of Megatron's configuration. Timers not in ``_COMPUTE`` do nothing."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._compute = {name: _StageTimer(timeline, said) for name, said in _COMPUTE.items()}

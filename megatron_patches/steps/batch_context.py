@@ -2,7 +2,7 @@
 
 Megatron hands a model's argument ``attention_mask`` to the attention modules without reading it.
 
-A row is the hidden state of one token. "This rank" is a data-parallel rank; its tensor-parallel ranks have the same
+A row is the hidden state of one token. "This rank" is a data-parallel rank: all tensor-parallel ranks with the same
 tokens. Axes of attention: N rows of this rank, with padding unless said otherwise; H query heads, G key and value
 heads, D elements of a head of q and k. Axes of recurrent layers: C channels of the convolution, H heads, V elements of
 a value.
@@ -35,12 +35,12 @@ class DisaggregatedMicroBatch:
     Attributes:
         routes: for each layer of this pipeline stage, which rows this rank sends and receives.
         nano_rows: number of this rank's rows in each nano-batch, with padding.
-        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows, or 1.
+        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without it.
         document_lengths: [N] int64 length of each row's document; None if the model's position embedding does not need
             lengths.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
-        balance: the number of rows that go to each expert; None in models without experts.
+        balance: counts the rows that go to each expert; None in models without experts.
     """
 
     routes: Sequence[LayerRoutes]
@@ -56,14 +56,14 @@ class DisaggregatedMicroBatch:
 class PackedMicroBatch:
     """A micro-batch of whole documents, whose core attention and recurrences this rank computes itself.
 
-    Some benchmarks define subclasses that split documents over ranks.
+    Some benchmarks define subclasses that split documents over ranks. For attributes that are not listed see
+    :class:`DisaggregatedMicroBatch`.
 
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; padding comes after them.
         recurrent: borders of documents for recurrent layers, by ``Recurrence.halo_rows``: the number of rows before a
-            row that the layer's causal convolution reads. For the other attributes see
-            :class:`DisaggregatedMicroBatch`.
+            row that the layer's causal convolution reads.
     """
 
     batch: TaskBatch
@@ -76,7 +76,7 @@ class PackedMicroBatch:
 
     @property
     def nano_rows(self) -> Sequence[int]:
-        """A list with the number of all rows, or without an element if ``documents`` is None."""
+        """A list with the number of all rows, including padding; empty if ``documents`` is None."""
         return [] if self.documents is None else [len(self.documents)]
 
     def attend(

@@ -46,7 +46,7 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
     Args:
         documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device.
-            Documents must be in the order of ``step.documents``, which a plan may change.
+            Documents must be in the order of ``step.documents``; a plan may change this order.
 
     Raises:
         PlanError: the number of documents, or of a document's figures, is wrong.
@@ -56,7 +56,7 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
     except (TypeError, ValueError, RuntimeError):  # texts, or lists of unequal lengths
         figures = []
     if len(figures) != len(documents) or any(each.ndim != 1 for each in figures):
-        raise PlanError("rows_of takes a list with a row of figures for each document, one figure for each token.")
+        raise PlanError("rows_of takes a list with a list of figures for each document, one figure for each token.")
     lengths, given = batch.micro_batch_lengths.tolist(), [len(each) for each in figures]
     if given != lengths:
         if len(given) != len(lengths):

@@ -145,8 +145,8 @@ def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | No
     """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
     If ``cost_table`` is a file, the object is the file's table. Otherwise it is a table for ``sort`` and these heads,
-    from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no such
-    table, the object is an estimate.
+    from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no table for
+    them, the object is an estimate.
 
     Raises:
         PlanError: the file is not usable or was measured for other heads; or neither the folder ``cost_table`` nor the
@@ -203,8 +203,8 @@ def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, w
 def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    For a kind with a window it is the window's table, if there is one and ``cost`` is a table. Otherwise it is derived
-    from ``cost``."""
+    If the kind has a window, ``cost`` is a table and a table for the window exists, the object is that table. Otherwise
+    it is derived from ``cost``."""
     if kind.window and isinstance(cost, TableCost):
         table = _first_ranks(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
         if table is not None:
@@ -216,10 +216,10 @@ def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table:
 def _costs_on(
     sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel, cost_table: str | None
 ) -> tuple[CostModel, ...] | None:
-    """Returns the costs of each kind of layer on servers of the sort ``sort``.
+    """Returns a cost model for each kind of layer, on servers of the sort ``sort``.
 
-    The result is None without a table for the sort; if ``cost``, of the first server, is no table; or if ``cost_table``
-    is a file, which holds for all servers.
+    The result is None if there is no table for the sort; if ``cost``, which is the first server's, is no table; or if
+    ``cost_table`` is a file, which holds for all servers.
     """
     if not isinstance(cost, TableCost):
         return None

@@ -31,15 +31,12 @@ class _Linear:
             break_reference_cycle(self.weight)  # type: ignore[attr-defined]
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """Ignores ``.cuda()``, ``.bfloat16()`` and the like if the weight is in FP8, which would be rounded again."""
+        """Ignores ``.cuda()``, ``.bfloat16()`` and the like for an FP8 weight, which they would round again."""
         return self if self._is_fp8 else super()._apply(function, recurse)  # type: ignore[misc]
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Always False. After a forward with True, Transformer Engine's backward overwrites the weight's gradient.
-
-        Backward of part 1 would overwrite the gradient of part 2.
-        """
+        """Always False. With True, backward of part 1 would overwrite the weight's gradient from part 2."""
         return False
 
     @is_first_microbatch.setter
@@ -61,7 +58,7 @@ class _Linear:
     def _recipe(self) -> Any:
         return make_recipe(self.config)  # type: ignore[attr-defined]
 
-    # Transformer Engine's own extra state is a pickle, which can run code when it is loaded; this one has only tensors.
+    # Transformer Engine's extra state is a pickle, which can run code when it is loaded. Here it has only tensors.
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
         """Returns the state of delayed scaling; None without delayed scaling, and before the first forward."""

@@ -23,8 +23,8 @@ The error is the norm of the difference from float64, over the norm in float64. 
 and up to 5.8 % in FP8.
 """
 _MOST_FACTOR = 0.02
-"""The most by which the factor from the float64 product to the tested product may differ from 1. The factor is a
-least-squares fit over all elements. Rounding averages out in it; a wrong scale does not."""
+"""The most by which a factor f may differ from 1: f times the float64 product is the least-squares fit of the tested
+product, over all elements. Rounding errors cancel in f; a wrong scale changes f."""
 
 
 def check_products(config: TransformerConfig, device: torch.device) -> str | None:
@@ -34,7 +34,7 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
         Why products in bfloat16 are wrong, as part of a sentence and the same on every rank; None if they are right.
 
     Raises:
-        SupportError: the configuration has FP8, and products are wrong on some rank; all ranks raise it.
+        SupportError: the configuration has FP8, and products in FP8 or bfloat16 are wrong on any rank.
     """
     fp8 = fp8_of(config)
     plain = first_objection(_why_wrong("none", config, device))
@@ -59,7 +59,7 @@ def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str
 
 
 def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], fp8: Fp8) -> str | None:
-    """Returns why ``actual`` is wrong, as part of a sentence; None if rounding explains how far it is off ``exact``."""
+    """Returns why ``actual`` is wrong, as part of a sentence; None if rounding explains its distance from ``exact``."""
     for name, expected in exact.items():
         values, square = actual[name].double(), expected.square().sum()
         off = float(((values - expected).square().sum() / square).sqrt())
@@ -90,7 +90,7 @@ def _products(
         params_dtype=torch.bfloat16,
         device=device,
         fuse_wgrad_accumulation=True,
-        init_method=torch.nn.init.zeros_,  # draws no random numbers, so the check does not change the model's weights
+        init_method=torch.nn.init.zeros_,  # draws no random numbers, from which the model's weights will be drawn
     )
     with torch.no_grad():
         linear.weight.copy_(weight)

@@ -75,8 +75,8 @@ def build_optimizer(
 
     Args:
         model: from ``wrap_for_data_parallel``.
-        steps: number of steps of the whole run; the learning rate decays until the last step.
-        warmup_steps: number of steps in which the learning rate rises linearly.
+        steps: number of steps of the whole run; a schedule with decay decays until the last step.
+        warmup_steps: number of steps, at the run's beginning, in which the learning rate rises linearly.
         dtype: dtype of the model's weights that are not in FP8.
         decay_steps: number of steps of the decay at the run's end, for the schedule "wsd" (warm-up, stable, decay).
         moments: dtype of Adam's moments, torch.float32 or torch.bfloat16. bfloat16 needs Transformer Engine's Adam.
@@ -128,8 +128,8 @@ def build_optimizer(
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns the fields that Megatron's OptimizerConfig needs for bfloat16 moments or for FP8 weights; else none."""
-    # With fp8_recipe None and bfloat16 moments the optimizer would keep only the 16 bits of a float32 copy that a
-    # bfloat16 weight lacks. An FP8 weight lacks more, and needs the whole copy.
+    # With fp8_recipe None and bfloat16 moments the optimizer would keep only 16 bits of a weight's float32 copy: those
+    # that a bfloat16 weight lacks. An FP8 weight lacks more bits, and needs the whole copy.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held
@@ -143,7 +143,7 @@ def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[s
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yields torch's Adam optimizers inside Megatron's optimizer, which may also have those of other libraries."""
+    """Yields those Adam optimizers inside Megatron's optimizer that are torch's own."""
     for adam in inner_adams(optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
             yield adam

@@ -78,7 +78,7 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds the attribute ``weights_gathered``: False if a distributed optimizer has not yet gathered its shards."""
+    """Adds the attribute ``weights_gathered``: False until a distributed optimizer first gathers updated weights."""
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **options: Any) -> None:
@@ -96,8 +96,7 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
     """Finishes the reduction of a step's gradients, and divides them by the target tokens of the global batch.
 
-    Schedules call this function in place of ``finalize_model_grads``, with which the host would wait for the number of
-    tokens.
+    Megatron's schedules call it in place of ``finalize_model_grads``, in which the host would wait for ``tokens``.
 
     Args:
         models: from :func:`wrap_for_data_parallel`.
@@ -201,11 +200,11 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
         )
     total, tokens, report = returned
     if not (isinstance(total, torch.Tensor) and total.numel() == 1):
-        raise SupportError("The loss function's first value is no single number; sum the losses of all tokens.")
+        raise SupportError("The loss function's first value is no single number; return the sum of all tokens' losses.")
     if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or _is_no_count(tokens):
         raise SupportError(
-            "The loss function's second value is no integer tensor; return the number of target tokens, for example "
-            "(loss_mask > 0).sum().int()."
+            "The loss function's second value is no integer tensor with one element; return the number of target "
+            "tokens, for example (loss_mask > 0).sum().int()."
         )
     # Megatron's 1F1B frees the memory of the tensor that a stage returns, and refuses views, so ``total`` must not be
     # reshaped.

@@ -77,7 +77,7 @@ def test_what_backward_does_follows_from_stages_and_host_memory() -> None:
     assert CadArguments(tokens_per_rank=5, level="time", speeds=(1.0, 2.0)).how(1) == "keep"
     with pytest.raises(SupportError, match="level is 'time', but there are no pipeline stages"):
         CadArguments(tokens_per_rank=5, level="time").how(1)
-    with pytest.raises(SupportError, match="ping_pong is False, so idle stages could not help: set level to 'auto'"):
+    with pytest.raises(SupportError, match="ping_pong is False, so idle servers could not help others: set level"):
         CadArguments(tokens_per_rank=5, level="time", ping_pong=False).how(2)
     with pytest.raises(SupportError, match="offload is True, but recompute is 'none'"):
         CadArguments(tokens_per_rank=5, offload=True).how(1)

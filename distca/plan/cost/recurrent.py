@@ -1,8 +1,8 @@
-"""The time of a recurrent layer's core (the layer without its projections), as weights of a matrix product.
+"""How many weights a matrix product has that takes as long as the core of a recurrent layer, for equally many rows.
 
-The time of a matrix product is proportional to its rows and its weights. The time of a core is proportional to its rows
-and to the numbers in its recurrent state. Example: in forward, a gated delta net whose state has 1,000 numbers takes as
-long as a matrix product with 39,500 weights.
+The *core* is the layer without its projections. Its time per row is proportional to the elements of its recurrent
+state, that of a matrix product to the number of weights. Example: in forward, a gated delta net whose state has 1,000
+elements takes as long as a matrix product with 39,500 weights.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from dataclasses import dataclass
 from distca.plan.recurrence import Recurrence
 
 _FORWARD, _BACKWARD = 39.5, 56.8
-"""The number of weights that take as long as one number of the recurrent state, in forward and backward, on an H200.
+"""The number of weights that take as long as one element of the recurrent state, in forward and backward, on an H200.
 
 | femtoseconds per row | forward | backward | source |
 |---|---|---|---|
 | a weight | 2.79 | 5.84 | distca/plan/cost/tables |
-| a number of the state, with the gated delta rule | 110 | 332 | flash-linear-attention 0.5.1: 1.89 ms and 5.70 ms |
+| an element of the state, with the gated delta rule | 110 | 332 | flash-linear-attention 0.5.1: 1.89 ms and 5.70 ms |
 
-The milliseconds are for 32,768 rows and 32 states of 128 × 128 numbers, from benchmark/benchmark_results_H200.txt of
+The milliseconds are for 32,768 rows and 32 states of 128 × 128 elements, from benchmark/benchmark_results_H200.txt of
 github.com/QwenLM/FlashQLA."""
 _BY_CHANNEL, _WITHOUT_DELTA = 1.5, 2 / 3
-"""Factors on the time of the gated delta rule: if each channel has its own decay, and without the delta rule. The first
-is a guess, and the second is the ratio of operations. Neither was measured."""
+"""Factors on the figures above: for a decay in each channel, and for a recurrence without the delta rule. The first is
+a guess, and the second is the ratio of operations. Neither was measured."""
 
 
 @dataclass(frozen=True)
 class CoreWeights:
-    """The number of weights with which a matrix product takes as long as a core."""
-
     forward: float
     backward: float
 

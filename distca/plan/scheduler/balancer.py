@@ -1,11 +1,11 @@
-"""Moves attention work from servers above their limit to other servers, and chooses moves for which few bytes travel.
+"""Moves ranges of attention from servers above their limit to other servers, so that few bytes travel.
 
 - A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
 - A *piece* is a range of query rows of one document on one server.
-- A server's *load* is the seconds that its pieces take. Its *target* is the load that it should have. Its *limit* is a
-  little more than its target.
-- A *sender* is a server above its limit that gives work away. *Receivers* are servers with room for more.
-- A *stuck* server is above its limit and can give nothing away.
+- A server's *load* is the seconds that its pieces take; if servers are not equally fast, on a server of mean speed.
+- A server's *target* is the load that it should have. Its *limit* is a little more than its target.
+- A *sender* is a server above its limit that gives pieces away. *Receivers* are servers below their limits.
+- A *stuck* server is above its limit and can give nothing away. A server's *room* is its limit minus its load.
 
 Moves are tried in this order: several whole pieces; a part that is cut out of a piece; one whole piece; one piece in
 exchange for a smaller piece.
@@ -28,14 +28,14 @@ from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 ENOUGH = 1e-9
 """Differences of load up to this part of the mean load count as rounding."""
 _LEAST_ROOM = 1e-4
-"""A server with less room than this part of the mean load gets no range."""
+"""A server with less room than this part of the mean load gets no range that was cut out of a piece."""
 _TRIES = 3
 """The most pieces of a sender that are tried for a cut, cheapest first."""
 _FAILED = 64
 """Balancing ends after more than this many failed cuts, if all servers are close to their targets (``enough`` of
-:meth:`Balancer.run`). A cut fails if receivers have too little room, or if it adds too much time."""
+:meth:`Balancer.run`). A cut fails if receivers have too little room, or if the cut adds too much time."""
 _FAILED_UNLIKE = 2
-"""The value in place of ``_FAILED`` if servers are not equally fast. Balancing then ends even if servers are far above
+"""The value in place of ``_FAILED`` if servers are not equally fast. Balancing then ends although servers are far above
 their targets: ``unlike.py`` raises limits and balances again."""
 _PARTNERS = 8
 """The most receivers that are tried for an exchange of pieces, beginning with those with most room."""
@@ -46,12 +46,12 @@ _MOST_EXCHANGED = 1024
 _NO_DOCUMENT = -1
 """The result of :meth:`Balancer._move` if whole pieces moved."""
 _KV_SHARE = 0.56
-"""An estimate for all models: the part of a range's bytes that are keys and values, with 32 query heads and 8 key/value
-heads. A receiver that already has these keys and values is cheaper by this part."""
+"""The part of a range's bytes that are keys and values: an estimate for 32 query heads and 8 key/value heads, taken for
+all models. A range is cheaper by this part for a receiver that already has these keys and values."""
 
 
 class Balancer:
-    """Moves work until every server above its limit is stuck.
+    """Moves pieces until no server, except stuck ones, is above its limit.
 
     Args:
         state: loads, limits and pieces of all servers; moves are written into it.
@@ -59,7 +59,7 @@ class Balancer:
         kv_bytes: bytes that travel for a key/value row that a server reads away from home.
 
     Attributes:
-        unit: [K, 1] mean load of a server, in seconds.
+        unit: [K, 1] mean load of the servers, in seconds.
         place: [R] position of every rank in ``state.order``.
         lately: [R] all ranks in the order that :meth:`_falling` found last.
     """
@@ -76,7 +76,7 @@ class Balancer:
         self.patience = _FAILED_UNLIKE if self.unlike else _FAILED
 
     def run(self, at_most: float, enough: float) -> bool:
-        """Moves work; returns whether all servers are then within their limits.
+        """Moves pieces; returns whether all servers are then within their limits.
 
         Balancing ends early if a server is stuck at more than ``at_most`` above its target. It also ends after many
         failed cuts (``_FAILED``), if servers are at most ``enough`` above their targets. ``at_most`` and ``enough`` are
@@ -103,8 +103,8 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        ``document`` was cut last. Ranks that had rows of it at the beginning come first, as some receivers now have its
-        k,v rows. ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
+        ``document`` was cut last, so some receivers now have its k,v rows. Ranks that had rows of this document at the
+        beginning come first. ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -118,7 +118,7 @@ class Balancer:
         return sender if excess[sender] > ENOUGH else None
 
     def _move(self, sender: int, room: np.ndarray, free: np.ndarray) -> int | None:
-        """Gives away some of the sender's work.
+        """Gives away some pieces of the sender, or parts of a piece.
 
         Args:
             room: [K, R] seconds that servers are below their limits.
@@ -180,9 +180,8 @@ class Balancer:
         """Gives the cheapest whole pieces to one receiver, while the receiver has room and the sender has too much;
         returns whether any piece went.
 
-        The [P] ``price`` of a piece that must stay is infinite. ``need`` [K] is what the sender should lose, in
-        seconds; ``wanted`` is the same in parts of the mean load, in the direction with most. ``room`` and ``free`` are
-        those of :meth:`_move`."""
+        Pieces with an infinite ``price`` [P] stay. The sender should lose ``need`` [K] seconds. ``wanted`` is the
+        largest ``need``, in parts of the mean load. ``room`` and ``free`` are those of :meth:`_move`."""
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
         order = np.argsort(price, kind="stable")
@@ -195,9 +194,9 @@ class Balancer:
         return self._hand_over(sender, pieces, chosen, receiver)
 
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Gives one whole piece to the receiver with most room; returns whether it did.
+        """Gives one whole piece to the receiver with most room; returns whether a piece went.
 
-        It takes the shortest piece that fits and covers all of ``need``, or else the longest piece that fits."""
+        This is the shortest piece that fits and covers all of ``need``, or else the longest piece that fits."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
@@ -208,7 +207,7 @@ class Balancer:
         return self._hand_over(sender, pieces, np.array([best]), receiver)
 
     def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Exchanges a piece of the sender for a smaller piece of a receiver; returns whether it did.
+        """Exchanges a piece of the sender for a smaller piece of a receiver; returns whether pieces were exchanged.
 
         Receivers are tried from most room to least. At the first with a pair of pieces that fits, the fitting pair with
         fewest rows is taken."""
