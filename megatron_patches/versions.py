@@ -1,6 +1,6 @@
-"""Finds the installed version of Megatron-Core without an import, and checks whether this project supports it.
+"""Finds the installed version of Megatron-Core without an import, and checks whether that version is supported.
 
-It also drops three lines of Megatron-Core from the log.
+This file also drops three lines of Megatron-Core from the log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _FIRST, _BEYOND = (0, 16, 1), (0, 20, 0)
 def installed_version() -> str | None:
     """Returns the version of Megatron-Core that an import would load, such as "0.16.1"; None if none is installed.
 
-    The version is read from a source file, as an import takes seconds, and pip does not know folders on PYTHONPATH.
+    The version is read from a source file. An import would take seconds, and ``importlib.metadata`` does not know
+    folders on PYTHONPATH.
     """
     try:
         found = find_spec("megatron.core")
@@ -47,11 +48,7 @@ def has_gated_delta_net() -> bool:
 
 
 def check_version() -> None:
-    """Checks the installed megatron-core without an import of it.
-
-    Raises:
-        VersionError: megatron-core is missing, or its version is not supported.
-    """
+    """Raises VersionError if megatron-core is missing, or if this project does not support its version."""
     if reason := why_not_supported():
         raise VersionError(f"megatron-core is {reason}.")
 

@@ -1,7 +1,7 @@
 """The phases of a step, and the plans of each phase.
 
-- In a forward *phase*, each pipeline stage runs the forward of one micro-batch, or is idle; likewise in a backward one.
-- A *server* is a rank that computes attention of any stage. A server without a model computes nothing else.
+- In a forward *phase*, each pipeline stage runs the forward of one micro-batch, or is idle. A backward phase is alike.
+- A *server* is a rank that computes attention for any stage. A server without a model computes nothing else.
 - A *task* is a range of query rows of one document on one server.
 - The *home* of a token is the rank that computes its linear layers. A *layout* has the homes of a nano-batch's tokens.
 - A *nano-batch* is a whole micro-batch, or one of its two parts. In each phase, the first nano-batches of all stages
@@ -53,8 +53,8 @@ class Phase:
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """Returns [R] seconds that each rank spends on linear layers per attention layer; [R] zeros if
-    ``options.non_attention`` is None. Otherwise, direction "both" gives [2, R]: forward and backward."""
+    """Returns [R] seconds of each rank's linear layers per attention layer; for direction "both" [2, R] (forward,
+    backward). If ``options.non_attention`` is None, the result is [R] zeros."""
     each = options.non_attention
     if each is None:
         return np.zeros_like(layout.q_rows, np.float64)
@@ -103,8 +103,8 @@ def _of_combination(
 ) -> tuple[Plan, ...]:
     """Returns a plan for each nano-batch of a phase, for one combination.
 
-    Layers with a window are computed at home, because their work is about equal on all ranks. Layers without a window
-    are scheduled over all servers.
+    In layers with a window, homes compute the attention of their own rows, because it is about equal on all ranks. In
+    layers without a window, attention is scheduled over all servers.
 
     Args:
         kinds: for each stage, the index of its layer's kind.
@@ -125,9 +125,9 @@ def _of_combination(
         if all(windows):
             plans.append(home)
             continue
-        # full [R] bool: whether a rank is in a stage without a window, or a server without a model. Other ranks compute
-        # all attention of their stage themselves ("rest"). The scheduler gives them fewer further tasks, because
-        # "beside" has their seconds for "rest" and for linear layers.
+        # full [R] bool: whether a rank is in a stage without a window, or is a server without a model. "rest" has the
+        # tasks of stages with a window. Their ranks compute "rest" and linear layers in "beside" seconds, so the
+        # scheduler gives these ranks fewer tasks of the other stages.
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])
@@ -149,7 +149,7 @@ def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int],
 
 
 def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
-    """Returns the plan in which each home computes its own rows; this is a :class:`distca.plan.choice.Scheduler`."""
+    """Returns the plan in which each home computes its own rows. This is a :class:`distca.plan.choice.Scheduler`."""
     return plan_at_home(layout)
 
 
@@ -158,7 +158,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # how much work the cuts of the last plan added, as a first guess for the next
+    growth: Growth = {}  # what the cuts of the last plan added to the seconds, a first guess for the next plan
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
@@ -181,12 +181,12 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
     """Returns the cost model of all servers.
 
-    If linear layers are balanced too, a server without rows of its own has no work until rows arrive. So the model adds
-    part of this time (``WAITED_FOR``) to its tasks."""
+    If linear layers are balanced too, a server that is no home waits until rows arrive. So the model adds part of this
+    time (``WAITED_FOR`` in ``cost/travelling.py``) to the server's tasks."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost
-    # far: whether a server's rows come over the network, because no rank of its node has rows.
+    # far [R] bool: whether rows reach a server over the network, because no rank on the server's node is a home.
     node = options.links.nodes(options.pool_ranks)
     far = np.isin(node, node[has_rows], invert=True)
     rate = np.where(far, options.network_bytes_per_s, options.links.bytes_per_s(far=False))

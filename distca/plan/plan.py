@@ -35,8 +35,8 @@ class Contexts:
     Attributes:
         last: the last task of each context; the context ends where this task stops.
         first: [L] first row of each context.
-        begin: [L] first row that enters the server's buffer; earlier rows are in the previous nano-batch's buffer.
-        at: [L] where the rows [first, begin) are in the previous nano-batch's buffer.
+        begin: [L] first row that enters the server's buffer. Rows before it are in the buffer of the nano-batch before.
+        at: [L] index of the row ``first`` in the buffer of the nano-batch before; 0 if no row is there.
         of_task: [T] index of every task's context.
     """
 
@@ -63,9 +63,9 @@ class Plan:
         layout: the layout of the nano-batch.
         tasks: the tasks, which compute every query row once.
         before: the tasks of the previous nano-batch, if servers keep the k,v rows of these tasks; else None.
-        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for a kind whose
-            layers compute no document of this plan.
-        kind: [D] int64 index in ``windows``: the kind of layer that computes each document; None if all are 0.
+        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys. It is 0 too for a kind of
+            which no stage runs a layer in this plan.
+        kind: [D] int64 index in ``windows``: the kind of the layer that each document is in; None if all are 0.
     """
 
     layout: Layout
@@ -109,8 +109,8 @@ class Plan:
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
         """Returns ``begin`` and ``at`` of :class:`Contexts`, given the tasks ``before`` and each context's last task.
 
-        Only whole shards count, because exchanges send a shard from its first row on. Example: the shards of a document
-        are [0, 4), [4, 8) and [8, 12). In ping a server read the rows [0, 10). For pong only the rows [0, 8) count.
+        Servers use whole shards again, because exchanges send a shard from its first row on. Example: the shards of a
+        document are [0, 4), [4, 8) and [8, 12). In ping a server read the rows [0, 10). Pong uses [0, 8) again.
         """
         assert not any(self.windows), "kinds with a window keep no rows of the previous nano-batch"
         # stop [L]: the server read the rows [0, stop) of the context's document in the previous nano-batch; 0 if it
@@ -140,9 +140,9 @@ class Plan:
     def kv_reads(self) -> Reads:
         """Returns the k,v rows that contexts need from homes, as ranges of shards.
 
-        In layers without a window, all servers read a shard from its first row on. So rows may come from a *gateway*:
-        the server of the same node that reads most rows of the shard. With a window, servers begin at different rows,
-        and rows come *straight* from home."""
+        In layers without a window, all servers read a shard from its first row on. So a server may get rows from a
+        *gateway*: the server on its node that reads most rows of the shard. With a window, servers begin at different
+        rows, so all rows come *straight* from home."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads

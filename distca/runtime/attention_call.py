@@ -5,14 +5,14 @@
 - home: a rank that holds rows of documents. It sends q, k and v of these rows, and gets o back.
 - server: a rank that computes attention for homes. Most ranks are both.
 - nano-batch: a whole micro-batch, or one of its two parts, ping (first) and pong (second).
-- join: the wait for a transfer that an earlier node has launched. Meanwhile, ``ping_pong.py`` runs compute of the other
-  nano-batch.
-- graph token: a dummy scalar that gives autograd an edge from node to node. The call holds q, k, v and o.
-- keep: until backward, servers keep q, k and v. Resend: homes keep them, and send them again in backward.
+- join: the wait for a transfer that an earlier node has launched. Between launch and join, ``ping_pong.py`` runs
+  compute of the other nano-batch.
+- graph token: a dummy scalar that gives autograd an edge from node to node. The AttentionCall holds q, k, v and o.
+- keep: servers keep q, k and v until backward. Resend: homes keep q, k and v, and send them again in backward.
 - sink: a learned score without a value in each softmax of a head. Homes apply sinks to o and lse that come back.
 
 Backward runs the nodes in reverse order. A node that joined in forward launches in backward, and a node that launched
-joins.
+in forward joins in backward.
 
 Shape suffixes: N rows of the home (padding included), T query rows and U key/value rows of the server; H query heads, G
 key/value heads, D head dimension; 2 stands for k and v. lse is the log-sum-exp of scores.
@@ -62,7 +62,7 @@ class AttentionCall(LayerCall):
         super().__init__(pool, layer, nano, pool.transport)
         self._routes = routes
         self._kept: Keep | Resend = Keep(routes) if pool.backward == "keep" else Resend(routes, pool.offload)
-        self._server: ServerRows | None = None  # rows that arrive on this server, until they are computed
+        self._server: ServerRows | None = None  # rows that arrive on this server, until attention is computed
         self._arriving: list[torch.Tensor] = []  # o at home, and perhaps lse, from launch_o to join_o
         self._gradients: tuple[torch.Tensor, ...] = ()  # dO, later dq and dkv, between two nodes
         self._sink: torch.Tensor | None = None
@@ -81,8 +81,8 @@ class AttentionCall(LayerCall):
     ) -> torch.Tensor:
         """Starts sending q, k and v rows to servers.
 
-        In pong, ``prefix_N2GD`` has keys and values of those rows of ping whose documents go on in pong. It is sent to
-        servers that did not keep these rows."""
+        In pong, ``prefix_N2GD`` has keys and values of those rows of ping whose documents go on in pong. Servers that
+        did not keep these rows get them again."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class AttentionCall(LayerCall):
         return Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
     def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Starts sending o home, and lse if the layer has sinks or homes keep lse for backward."""
+        """Starts sending o home. Starts sending lse too, if the layer has sinks or homes keep lse for backward."""
         self._sink = None if sink_H is None else sink_H.detach()
         return Node.apply(graph_token, self._launch_o, self._join_do)
 
@@ -217,14 +217,14 @@ class AttentionCall(LayerCall):
     def _join_gradients(self) -> tuple[torch.Tensor, ...]:
         self._join("dq,dk,dv", "backward")
         gradients, self._gradients = self._gradients, ()
-        # Next, autograd runs backward of the layers' other parts: "post+pre" in the timeline.
+        # Autograd now runs the backward of everything between two attention calls: "post+pre" in the timeline.
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return gradients
 
     # Shared.
 
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
-        """Returns a tensor for this home's query rows, zero in padding rows, and the parts that fill the tensor."""
+        """Returns a tensor for this home's query rows, zero in padding rows; and the transfers that fill the tensor."""
         home, parts = moved(rows, moves, self._home_rows[0])
         if parts:
             home[moves.destination_rows :] = 0

@@ -4,7 +4,7 @@
 - server: a rank that computes attention for homes. Most ranks are both.
 - :class:`Keep`: servers keep q, k and v until backward.
 - :class:`Resend`: homes keep q, k and v, and send them again in backward, perhaps to other servers.
-- ping, pong: the two parts of a micro-batch. A ``Keep`` or ``Resend`` has the rows of one part.
+- ping, pong: the two parts of a micro-batch. A ``Keep`` or ``Resend`` has the rows of one part or of all.
 - sink: a learned score without a value in each softmax of a head. Homes apply sinks to o and lse that come back.
 
 Shape suffixes: N rows of a home, T query rows and U key/value rows of a server; H query heads, G key/value heads, D
@@ -68,12 +68,13 @@ def moved(
 
     Args:
         source: contiguous rows to send.
+        moves: which rows go to which rank, and to which row of the destination there.
         rows: number of rows of the destination.
         new: the method of Tensor that makes the destination.
 
     Returns:
-        The destination, and a list with the :class:`Part` that fills it. If all rows stay in place and ``source`` has
-        at least ``rows`` rows, the list is empty and the destination is a view of ``source``.
+        The destination, and a list with the transfer that fills it. The list is empty if each row keeps its rank and
+        index, and ``source`` has at least ``rows`` rows. Then the destination is a view of ``source``.
     """
     if moves.in_place and rows <= len(source):
         return source[:rows], []
@@ -84,7 +85,7 @@ def moved(
 class Keep:
     """Servers keep q, k, v and lse of the rows that they computed, and o of those rows that have another rank as home.
 
-    Homes keep o. In backward they send dO, and lse if heads have sinks.
+    Homes keep o of their rows. In backward, homes send dO to servers, and lse too if heads have sinks.
 
     Args:
         routes: the rows that this rank sends, receives and computes.
@@ -114,7 +115,7 @@ class Keep:
         self._server = rows
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks, if backward will follow."""
+        """Keeps o and lse after sinks. Callers call this method if backward will follow."""
         rows = self._server
         assert rows is not None and rows.o is not None
         self._sent_o, rows.o = rows.o.index_select(0, self._route.q_to_home.send_index), None
@@ -128,7 +129,7 @@ class Keep:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the parts to send; None, since this server has kept q, k and v; and the destination do_THD."""
+        """Returns the transfers to start; None, as this server has kept q, k and v; and their destination do_THD."""
         route = self._route
         do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         if has_sinks:
@@ -182,8 +183,7 @@ class Resend:
         """Does nothing: servers keep no rows."""
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks, if backward will follow. With ``offload``, copies of all kept
-        rows to host memory start."""
+        """Keeps o and lse after sinks. With ``offload``, copies of all kept rows to host memory start."""
         assert self.home is not None and lse_NH is not None
         self.home.o, self.home.lse = o_NHD, lse_NH
         if self._offload is not None:
@@ -201,7 +201,7 @@ class Resend:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the parts to send, and their destinations: this server's rows, and do_THD."""
+        """Returns the transfers to start, and their destinations: this server's rows, and do_THD."""
         home, route = self.home, self._route
         assert home is not None and home.o is not None and home.lse is not None
         q, kv, o, lse = (taken(each) for each in (home.q, home.kv, home.o, home.lse))

@@ -1,8 +1,8 @@
 """A transport between ranks that train (*homes*) and processes without a model that compute attention (*servers*).
 
-If a server dies, exchanges of rows fail. Homes then run the step to its end with zeros in place of the rows. An error
-would leave other homes waiting in Megatron's collectives. After the step, :meth:`BreakableTransport.came_to_end`
-returns False, and homes repeat the step without the dead server.
+If a server dies, exchanges of rows fail. Homes then run the step to its end with zeros in place of the rows. If a home
+stopped, other homes would wait for it in Megatron's collectives. After the step,
+:meth:`BreakableTransport.came_to_end` returns False, and homes repeat the step without the dead server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distca.transport.interface import Part
 logger = logging.getLogger(__name__)
 
 _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
-"""A collective's error message has one of these words if another rank of the group is gone."""
+"""If another rank of the group is gone, a collective's error message has one of these texts."""
 
 
 class PoolBrokenError(RuntimeError):
@@ -93,7 +93,7 @@ class BreakableTransport:
         """Leaves the group after an exchange failed with ``error``.
 
         Raises:
-            RuntimeError: this is ``error``, if ``goes_on`` is False, or if the group works and no rank is gone.
+            RuntimeError: ``error`` itself, if ``goes_on`` is False, or if the group is not broken and no rank is gone.
         """
         if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
@@ -103,9 +103,9 @@ class BreakableTransport:
         self.give_up()
 
     def came_to_end(self, device: torch.device) -> bool:
-        """Whether all exchanges of a step have succeeded on all ranks; blocks until the device has run them.
+        """Waits for the device, and returns whether all exchanges of a step have succeeded on all ranks.
 
-        All ranks must call this at the end of a step.
+        All ranks must call this method at the end of a step.
 
         Raises:
             RuntimeError: as in :meth:`failed`.
@@ -134,11 +134,11 @@ class BreakableHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The pending collectives, for the timeline."""
+        """The pending collectives."""
         return [] if self._handle is None else self._handle.works
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Makes a gloo thread call ``ended`` after each collective of this exchange, unless ``launch`` failed."""
+        """Makes a gloo thread call ``ended`` after each collective of this exchange, if ``launch`` started any."""
         if self._handle is not None:
             self._handle.tell(ended)
 

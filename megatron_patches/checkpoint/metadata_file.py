@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""Names of the class of paths in different versions of Python. The file contains a path, which is not used."""
+"""Names that a pickle gives to the class of paths, by Python's version. The file has a path, which loading ignores."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
@@ -71,12 +71,12 @@ def read_metadata(file: BinaryIO) -> Metadata:
     Raises:
         UnpicklingError: the file does not describe a checkpoint, or contains code, which was not run.
     """
-    return copy(_built(file.read()))  # torch's reader changes a field, and the kept result must not change
+    return copy(_built(file.read()))  # torch's reader sets a field of the result, and the cached one must not change
 
 
 @lru_cache(maxsize=1)
 def _built(pickled: bytes) -> Metadata:
-    """Returns what the pickle describes; keeps the last result, because loading reads the file several times."""
+    """Returns what the pickle describes. The last result is cached, because loading reads the file several times."""
     try:
         return _Builder().metadata(_Machine().run(pickled))
     except UnpicklingError:
@@ -249,7 +249,7 @@ class _Machine:
 class _Builder:
     def __init__(self) -> None:
         self._properties: dict[int, TensorProperties] = {}  # by id() of the record, which many tensors share
-        self._parts_left = 0  # how many more parts of tensors the file may have
+        self._parts_left = 0  # number of parts of tensors that the pickle may still describe
 
     def metadata(self, made: Any) -> Metadata:
         """Returns torch's ``Metadata`` for a record, with the fields that loading reads."""
@@ -267,7 +267,7 @@ class _Builder:
         said = _fields(made, "TensorStorageMetadata")
         parts = _of(list, said["chunks"])
         self._parts_left -= len(parts)
-        # In a small pickle many tensors could share one long list of parts, and reading it for each could take hours.
+        # In a small pickle many tensors could share one long list of parts. To build it for each could take hours.
         if self._parts_left < 0:
             raise UnpicklingError("it has more parts of tensors than places in files")
         return TensorStorageMetadata(

@@ -21,14 +21,14 @@ from distca.device.memory import page_lock, page_unlock
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 128
-"""Each copy begins at a multiple of this number of bytes, so that it can be viewed as a tensor of any dtype."""
+"""Each copy begins at a multiple of this many bytes, so that the copy can be viewed as a tensor of any dtype."""
 _USABLE = 0.8
-"""The largest fraction of a node's free host memory that is allocated for copies. If they need more, nothing is copied,
-and training waits while checkpoints are written. The number was chosen, not measured."""
+"""The largest fraction of a node's free host memory that may be allocated for copies. If copies need more, nothing is
+copied, and training waits while checkpoints are written. The number was chosen, not measured."""
 
 
 class HostStaging:
-    """One rank's host memory for the tensors of a checkpoint; later checkpoints use it again.
+    """One rank's host memory for copies of a checkpoint's tensors. Later checkpoints use the same memory again.
 
     All ranks call the constructor together.
 
@@ -46,8 +46,8 @@ class HostStaging:
     def copy(self, tensors: Sequence[ShardedTensor]) -> bool:
         """Starts to copy the ``data`` of each of ``tensors``, and replaces ``data`` by the copy.
 
-        All ranks call this method together. If any node has too little memory, it copies nothing and returns False, on
-        all ranks.
+        All ranks call this method together. If a node has too little memory, no rank copies anything, and all ranks
+        return False. Otherwise all return True.
         """
         places, size = [], 0
         for each in tensors:
@@ -79,7 +79,6 @@ class HostStaging:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Frees the memory."""
         if self._is_pinned:
             page_unlock(self._memory)
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
@@ -93,7 +92,7 @@ class HostStaging:
             each.data = there.copy_(values, non_blocking=True)
 
     def _has_room(self, more: int) -> bool:
-        """Whether every node has enough free memory for its ranks; this rank allocates ``more`` bytes."""
+        """Whether each node has enough free memory for all its ranks; this rank needs ``more`` bytes."""
         need, free = fullest_node(more, free_host_memory(), self.group)
         if need > _USABLE * free:
             self._warn(need, free)

@@ -1,8 +1,8 @@
 """Megatron's router and layer with experts, changed to take the rows of one nano-batch at a time.
 
 A micro-batch may be split into two *nano-batches*: one is computed while rows of the other travel between ranks. The
-changed router counts rows for losses over the whole micro-batch (``balance.py``). The changed layer sends rows to
-expert-parallel ranks (``exchange.py``).
+changed router counts each expert's rows over both, so that load-balancing losses are those of the whole micro-batch
+(``balance.py``). The changed layer sends rows to expert-parallel ranks (``exchange.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BalancedRouter(TopKRouter):
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, nano_batch: NanoBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the experts of each row of ``hidden`` ([rows, 1, hidden]), and counts rows.
+        """Chooses the experts of each row of ``hidden`` ([rows, 1, hidden]), and counts the rows of each expert.
 
         Returns:
             [rows, experts] probabilities, 0 for experts that were not chosen; and [rows, experts] bool, true for chosen
@@ -76,7 +76,7 @@ class BalancedRouter(TopKRouter):
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
             nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
-            # If backward runs the router again, the first run has no gradients, so rows are added once.
+            # With recomputation the router runs twice. ``graded`` is False in the first run, so rows are added once.
             if graded and self.enable_expert_bias:
                 self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):

@@ -1,11 +1,11 @@
 """Transformer layers of hybrid models such as Qwen3.5: with a gated delta net, or with a gate on attention's output.
 
-A gated delta net is a recurrence in place of attention. The *core* of a layer is softmax(QKᵀ)V or the recurrence; other
-ranks may compute the core. ``pre`` computes everything before the core, and ``mixed`` everything from there to the
-output projection.
+A gated delta net is a convolution and a recurrence in place of attention. These two are the *core* of such a layer. In
+other layers the core is softmax(QKᵀ)V. Other ranks may compute the core. ``pre`` computes everything before the core,
+and ``mixed`` everything behind the core up to the output projection.
 
-Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution. H query or output heads, G
-key/value heads, D head_dim, V elements of an output head; 2 stands for keys and values.
+Shape suffixes: N rows (tokens), F columns of the input projection, C channels of the convolution. H query or output
+heads, G key/value heads, D head_dim, V elements of an output head; 2 stands for keys and values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_patches.model.recurrences import has_output_gate, is_recurrent, re
 
 
 class SplitRecurrentLayer(SplitTransformerLayer):
-    """A layer with Megatron's gated delta net. Its core is the convolution and the recurrence."""
+    """A layer with Megatron's gated delta net."""
 
     @cached_property
     def recurrence(self) -> Recurrence:
@@ -44,13 +44,13 @@ class SplitRecurrentLayer(SplitTransformerLayer):
 
         Returns:
             ``hidden`` and the output gate for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH.
-            mixed_NC is q, k and v before the convolution. A row multiplies the recurrent state by exp(g_NH). beta_NH
-            is the weight of the row's update.
+            mixed_NC is q, k and v before the convolution. Each row multiplies the recurrent state by exp(g_NH), and
+            then updates the state with the weight beta_NH.
         """
         net = self.self_attention
         hidden, projected_NF = self._projected(hidden, net.in_proj)
         mixed_NC, *others = projected_NF.split(net.feat_dim_split, dim=1)
-        gate, beta_NH, alpha_NH = (each.contiguous() for each in others)  # A view would keep the whole projection.
+        gate, beta_NH, alpha_NH = (each.contiguous() for each in others)  # A view would keep projected_NF in memory.
         g_NH, beta_NH = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha_NH, beta_NH)
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
@@ -79,7 +79,7 @@ class GatedAttentionLayer(SplitTransformerLayer):
         heads = mixed_NF.unflatten(1, (groups, -1, width))
         queries = heads.shape[2] // 2 - 1  # shape[2] is queries, as many gates, one key and one value
         q, gate, kv = heads.split((queries, queries, 2), dim=2)
-        gate = gate.clone(memory_format=torch.contiguous_format)  # A view would keep the whole projection.
+        gate = gate.clone(memory_format=torch.contiguous_format)  # A view would keep mixed_NF in memory.
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:

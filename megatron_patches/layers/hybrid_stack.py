@@ -50,8 +50,8 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of the rows.
-            attention_mask: the micro-batch in place of a mask. With a :class:`PackedMicroBatch` this rank computes all
-                cores of its rows itself.
+            attention_mask: the micro-batch in place of a mask. If it is a :class:`PackedMicroBatch`, this rank computes
+                all cores of its rows itself. Otherwise other ranks may compute cores too.
             rotary_pos_emb: RoPE's rotations of all rows.
         """
         if not isinstance(attention_mask, PackedMicroBatch):
@@ -83,11 +83,11 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
 
 def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGATRONS, te: bool = False) -> ModuleSpec:
-    """Returns the spec of a HybridModel's stack. If ``te``, linear layers are Transformer Engine's."""
+    """Returns the spec of a HybridModel's stack. If ``te`` is True, linear layers are Transformer Engine's."""
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
     # All layers but Mamba's are made from the spec of a layer with attention and an MLP. A layer with an MLP alone
-    # keeps ``self_attn_bda``, which adds the output of the mixer before this layer to the residual.
+    # keeps ``self_attn_bda``: it adds the output of the mixer before this layer to the residual.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
     mlp.module = SplitTransformerLayer

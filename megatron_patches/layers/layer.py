@@ -40,10 +40,10 @@ Branch = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class SplitLayerParts:
-    """Methods of all cut layers, of those with attention and of those with a recurrence.
+    """Methods of all layers that are cut in this way, with attention or with a recurrence.
 
     Attributes:
-        keeps_outputs: whether outputs of norms stay in memory until backward. If not, backward computes them again.
+        keeps_outputs: whether outputs of norms stay in memory until backward. If False, backward computes them again.
     """
 
     options = MEGATRONS
@@ -262,7 +262,7 @@ def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
     """Sets whether outputs of norms and of MLPs' activations stay in memory until backward.
 
-    With Megatron's ``recompute_granularity``, outputs of activations stay even if ``keep`` is False.
+    If Megatron's ``recompute_granularity`` is set, outputs of activations stay even if ``keep`` is False.
     """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):

@@ -29,8 +29,8 @@ class PackedAttention(MegatronModule):
     Attributes:
         layer: the layer's number in the whole model, from 0.
         kind: which keys a query attends to in this layer, and how scores are scaled.
-        softmax_offset: [this rank's heads] the learned sinks, or None. A sink is one more score in a head's softmax,
-            without a value.
+        softmax_offset: [this rank's heads] the learned sinks, or None. A sink is one more score in a head's softmax; no
+            value row belongs to it.
         kernel: the attention kernel; set by ``CAD.attach``.
         timeline: records the kernel's time; set by ``CAD.attach``.
     """
@@ -87,7 +87,7 @@ class PackedAttention(MegatronModule):
         assert self.kernel is not None and self.timeline is not None
         rows, padding = attention_mask.rows, len(query) - attention_mask.rows
         q, k, v = (x.squeeze(1)[:rows] for x in (query, key, value))
-        timer = partial(self.timeline.serve, self.layer, 0)  # 0: the only part of an undivided micro-batch
+        timer = partial(self.timeline.serve, self.layer, 0)  # 0: the micro-batch is not split
         o = attention_mask.attend(self.kernel, q, k, v, self.kind, timer, self.softmax_offset)
         if padding:
             padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))

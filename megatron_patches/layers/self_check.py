@@ -26,8 +26,8 @@ _check_operations = cache(check_operations)
 def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> None:
     """Compares fused operations with float64, and Transformer Engine's products too if ``te`` is True.
 
-    A wrong fused operation is replaced by torch's own, with a warning. All ranks call this function together. Without
-    a GPU it does nothing.
+    A wrong fused operation is replaced by torch's own, with a warning. All ranks must call this function together.
+    Without a GPU this function does nothing.
 
     Raises:
         SupportError: on all ranks, if Transformer Engine's products are wrong on any rank.

@@ -1,8 +1,8 @@
 """Groups a model's layers into units, which ``distca/runtime/ping_pong.py`` runs one after the other.
 
 A *mixer* is attention or a recurrence. Its *core* is softmax(QKᵀ)V, or the recurrence without its projections; other
-ranks may compute the core. A *unit* is a mixer with all MLPs (dense or of experts) up to the next mixer. So a layer of
-GPTModel is a unit, and in a HybridModel, where mixers and MLPs are separate layers, a unit may have several.
+ranks may compute the core. A *unit* is a mixer with all MLPs (dense or of experts) up to the next mixer. Each layer of
+a GPTModel is a unit. In a HybridModel, mixers and MLPs are separate layers, so a unit may have several layers.
 
 A micro-batch has one or two *nano-batches*. For each, a unit's ``pre`` runs first, then the core, and ``post`` last.
 """
@@ -29,7 +29,7 @@ class Unit:
 
     Attributes:
         mixer: the layer with attention or a recurrence.
-        before: the MLP layers ahead of the mixer in a pipeline stage's first unit; else empty.
+        before: in a pipeline stage's first unit, the MLP layers ahead of the mixer; else empty.
         behind: the layers with the MLPs behind the mixer. In a GPTModel this is [mixer], as each layer has both.
     """
 
@@ -55,7 +55,7 @@ def units_in(layers: Iterable[Any]) -> list[Unit]:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A unit with the rotations of one micro-batch.
+    """A unit and what it needs of one micro-batch.
 
     In methods, ``hidden`` is [rows, 1, hidden], the rows of nano-batch ``nano`` (0 or 1).
 
@@ -110,7 +110,7 @@ class _Bound:
 class BoundUnit(_Bound):
     @property
     def sink(self) -> torch.Tensor | None:
-        """[this rank's heads] the learned sinks, one further score in each head's softmax; None without sinks."""
+        """[this rank's heads] the learned sinks; None without sinks. A sink is one more score in a head's softmax."""
         sink: torch.Tensor | None = self.unit.mixer.self_attention.core_attention.softmax_offset
         return sink
 

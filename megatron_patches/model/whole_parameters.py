@@ -77,9 +77,9 @@ def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int)
 
 
 def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
-    """Returns for each parameter's name on this rank the name in the whole model.
+    """Maps each parameter's name on this rank to its name in the whole model.
 
-    A rank counts its own layers and experts from 0, so names differ.
+    The names differ because each rank counts its layers and experts from 0.
 
     Args:
         first_layer: number of this pipeline stage's first layer in the whole model, from 0.
@@ -106,7 +106,7 @@ def gather_gradients(
 
     Args:
         names: from :func:`names_in_whole`.
-        weights: as in :func:`gather_whole`.
+        weights: weights of the whole model by name, for their shapes.
     """
     parts = {names[name]: p.main_grad for name, p in model.named_parameters()}
     return gather_whole(parts, weights, divisions_of(model))
@@ -121,7 +121,7 @@ def gather_whole(
 
     Args:
         parts: this rank's parts, by name in the whole model.
-        weights: weights of the whole model, for their shapes.
+        weights: weights of the whole model by name, for their shapes.
     """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
     # In each of these groups, ranks have different experts or different layers.
@@ -156,7 +156,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
     shares = [torch.empty_like(share) for _ in range(tp)]
     dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     whole = torch.empty(full, dtype=torch.float64)
-    # Element i of ``numbers`` is i, so a rank's part of ``numbers`` has the places of its elements.
+    # Element i of ``numbers`` is i, so a rank's part of ``numbers`` says where the elements of its share belong.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()

@@ -23,7 +23,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
 
     Args:
         number: the step's number, for the message and the file's name.
-        folder: the file's folder. If it cannot be written, the file goes to the system's temporary folder.
+        folder: the file's folder. If the file cannot be written there, it goes to the system's temporary folder.
 
     Raises:
         FailedPlanError: planning failed; the message names the step, the file and the command.
@@ -37,7 +37,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
         what = f"Step {number}, of {documents:,} documents and {tokens:,} tokens, could not be planned ({error!r})"
         path = _written(inputs, f"failed_plan_of_step_{number}.json", folder)
         if path is None:
-            raise FailedPlanError(f"{what}, nor could its lengths be written.") from error
+            raise FailedPlanError(f"{what}. No file of the step could be written, see the log.") from error
         raise FailedPlanError(
             f"{what}. {path} has the step's lengths and options; `distca plan {path}` plans the step again. Please "
             "report the error with that file, which holds no token ids."

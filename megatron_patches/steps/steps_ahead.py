@@ -1,7 +1,6 @@
 """Plans the next training step in a background thread, while the device still runs the current step.
 
-A *step* is a planned global batch. Before the training loop gets a step, ranks compare checksums of its plan and of a
-sample of its token ids.
+A *step* is a planned global batch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from megatron_patches.steps.step_documents import checksum
 class AgreedSteps:
     """Makes the steps of this rank's loops (training, validation) in one thread, and compares each step between ranks.
 
-    All ranks create the object together, as it creates a process group.
+    Ranks compare checksums of the step's plan and of a sample of the step's token ids. All ranks must create the object
+    together, because it creates a process group.
 
     Args:
         device: the device to which the thread copies a step's tensors.
@@ -35,10 +35,10 @@ class AgreedSteps:
     def ahead(self, steps: Iterable[Step], first: int) -> Generator[Step, None, None]:
         """Yields the steps, and makes each while the step before runs.
 
-        All ranks call this method for the same loops in the same order.
+        All ranks must call this method for the same loops in the same order.
 
         Args:
-            steps: makes a step at each ``next``.
+            steps: an iterable that makes a step at each ``next``.
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
@@ -66,7 +66,7 @@ def _begin(device: torch.device) -> None:
 
 
 def _is_planning() -> bool:
-    """Whether the caller runs in the planning thread, which would wait for a step forever."""
+    """Whether the caller runs in the planning thread. Only that thread makes steps, so it must not wait for one."""
     return getattr(_here, "plans", False)
 
 
@@ -74,8 +74,8 @@ class StepsAhead:
     """Makes the steps of one loop in a background thread, one step ahead of the loop.
 
     Args:
-        steps: makes a step at each ``next``, which only the thread calls.
-        thread: from :func:`planning_thread`; several loops may share it.
+        steps: an iterable that makes a step at each ``next``. Only ``thread`` calls ``next``.
+        thread: from :func:`planning_thread`; several loops may share one.
     """
 
     def __init__(self, steps: Iterable[Step], thread: ThreadPoolExecutor) -> None:
@@ -91,7 +91,7 @@ class StepsAhead:
             self.close()
 
     def start(self) -> None:
-        """Begins to make the next step, unless this was begun already or the loop has ended."""
+        """Begins to make the next step, unless that step is begun already or the loop has ended."""
         if self._next is None and not self._closed:
             stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
             self._next = self._thread.submit(self._make, stream)
@@ -103,15 +103,15 @@ class StepsAhead:
     def close(self) -> None:
         """Ends the loop. A step that was begun is finished, because other ranks wait for its checksums."""
         self._closed, begun, self._next = True, self._next, None
-        # Garbage collection may call this in the planning thread, which cannot wait for itself.
+        # Garbage collection may run close() in the planning thread, which cannot wait for itself.
         if begun is not None and not _is_planning():
             wait([begun])
 
     def _take(self) -> Step | None:
         if _is_planning():
             raise PlanError(
-                "The iterable that plan_ahead was given asks for a planned step itself, so the thread that plans would "
-                "wait for itself. Plan the other step before the loop, or in the body of the loop."
+                "The iterable that plan_ahead was given asks for a planned step of another plan_ahead, so the thread "
+                "that plans would wait for itself. Run the other plan_ahead before this loop, or in its body."
             )
         self.start()
         assert self._next is not None
@@ -122,6 +122,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # The training loop calls `queued` when all work of this step is queued on the device. Earlier planning would
-        # slow the queueing, as both need Python's global lock.
+        # The training loop calls `queued` when all work of this step is queued on the device. Planning that began
+        # earlier would slow the queueing, because both need Python's global lock.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

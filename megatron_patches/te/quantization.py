@@ -24,20 +24,20 @@ _FIELDS: dict[Fp8, dict[str, Any]] = {
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 1024,  # number of latest steps whose largest values set a scale
+        "fp8_amax_history_len": 1024,  # a scale follows from the largest values of this many latest steps
         "fp8_amax_compute_algo": "max",
     },
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
 
 _unreduced = False
-"""Whether a layer with delayed scaling has run since :func:`end_step` last set scales."""
+"""Whether a layer with delayed scaling has run since :func:`end_step` was last called."""
 
 
 def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
     """Returns the fields of Megatron's configuration for a way of scaling to FP8.
 
-    ``weights`` adds the field ``fp8_param``: the model then holds FP8 weights, and no bfloat16 copies of them.
+    With ``weights``, the field ``fp8_param`` makes the model hold its weights in FP8, without bfloat16 copies.
     """
     return _FIELDS[fp8] | ({"fp8_param": True} if weights else {})
 
@@ -73,7 +73,7 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
 
     Args:
         recipe: the scaling, from :func:`make_recipe`, or another recipe of Transformer Engine; None for no FP8.
-        config: the model's configuration. It says over which ranks delayed scaling takes the largest values.
+        config: the model's configuration. Its ``tp_only_amax_red`` says over which ranks :func:`end_step` reduces amax.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 

@@ -20,7 +20,6 @@ class ScaledCost(CostModel):
     Attributes:
         measured: the model to scale.
         forward_factor, backward_factor: finite factors above 0.
-        shape, block, linear: the fields of ``measured``, unchanged.
 
     Raises:
         PlanError: a factor is not finite, or not above 0.
@@ -41,7 +40,7 @@ class ScaledCost(CostModel):
 
     @property
     def window(self) -> int:
-        """The number of keys that a query attends to at most; 0 without a limit."""
+        """The most keys that a query attends to; 0 for all keys."""
         return int(getattr(self.measured, "window", 0))
 
     def factors(self, direction: Direction) -> list[float]:

@@ -1,10 +1,10 @@
-"""Chooses which rows of every document each rank computes in *ping* and in *pong*, the two nano-batches.
+"""Chooses which rows of every document each rank has in each *nano-batch*: in *ping* and *pong*, or in a single one.
 
 - A document's first rows, its *head*, are in ping, and its last rows, its *tail*, in pong. ``shares.py`` has dealt head
   and tail to the same ranks, so queries in pong find the keys of the head there.
 - A document on several ranks is in *shares*. A share has a range of rows and its mirror image in the head, and a range
   and its mirror image in the tail.
-- *Filler* is the shortest documents, which fill the room that is left.
+- *Filler* is the shortest documents. They fill the tokens that other documents leave free on each rank.
 
 Example: two ranks have room for 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares, and row
 4 is its first row in pong. In ping, rank 0 has the outer rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong,
@@ -25,8 +25,8 @@ from distca.plan.place.nano_batches import Stream, laid_end_to_end
 from distca.plan.place.shares import Dealt, Work
 
 _HEAD = 0.5
-"""The fraction of a document's rows in ping, if the document is in shares because no rank had enough room left. For
-documents with too much work or tokens for any rank, ``shares.py`` chooses this fraction."""
+"""The fraction of a document's rows in ping, if the document is in shares because no rank had enough room left. If it
+has too much work or too many tokens for any rank, ``shares.py`` chooses the fraction."""
 
 
 def home_rows(
@@ -41,7 +41,7 @@ def home_rows(
         node: [R] node of every rank.
 
     Returns:
-        For each nano-batch, N ranges and the [N] int64 rank of each. None if ranks cannot get their budgets in ping.
+        For each nano-batch, N ranges and the [N] int64 rank of each. None if ping cannot have exactly its budgets.
     """
     shares = dealt.shares
     whole = (shares.low == 0) & (shares.high == 1)
@@ -96,7 +96,7 @@ def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarr
 
 
 def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Returns ranges within the [R] budgets, and the rows that were cut off, at the ends of a rank's longest ranges."""
+    """Cuts rows beyond the [R] budgets off the ends of ranks' longest ranges. Returns what stays, and what was cut."""
     document, start, stop, rank = ranges
     over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
     if (over <= 0).all():
@@ -117,9 +117,9 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
 def _moved_to_room(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
     """Moves ranges to other ranks, longest first. Returns the ranges that moved, and the ranges that fit nowhere.
 
-    If ranks of the range's node have enough room, the one of them that reads fewest keys gets the range. Otherwise the
-    rank with most room gets it, if that is enough. ``room`` [R], the tokens left, and ``keys`` [R], the keys that ranks
-    read, are changed."""
+    Of the ranks on the range's node with enough room, the one that reads fewest keys gets the range. If there is none,
+    the rank with most room gets the range, if that room is enough. The function changes ``room`` [R], the tokens that
+    ranks have free, and ``keys`` [R], the keys that ranks read."""
     document, start, stop, rank = ranges
     rows, target = stop - start, np.full(len(rank), -1)
     for at in np.argsort(-rows, kind="stable").tolist():

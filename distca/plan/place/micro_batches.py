@@ -1,8 +1,8 @@
 """Deals a step's documents over its micro-batches, so that few documents must be cut over several ranks.
 
-A document is cut if it has clearly more attention work than a rank of its micro-batch has on average. Among documents
-of similar length this is rare. So documents are dealt longest first, and one micro-batch is filled after the other.
-Micro-batches may have unequal work, because each is balanced over the ranks by itself.
+A document is cut if it has clearly more attention work than a rank has on average in its micro-batch. In a micro-batch
+with documents of similar length this is rare. So documents are dealt longest first, and one micro-batch is filled after
+the other. Micro-batches may have unequal work, because the work of each is balanced over the ranks by itself.
 
 With pipeline stages, the first and the last micro-batches get the longest documents: while they run, some stages have
 no micro-batch and compute attention of other stages.
@@ -20,7 +20,7 @@ from distca.errors import PlanError
 def deal_over_micro_batches(
     lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray, stages: int = 1
 ) -> list[np.ndarray] | None:
-    """Returns which documents each micro-batch gets.
+    """Deals documents to micro-batches.
 
     Args:
         lengths: [documents] tokens per document, each at least 1.
@@ -43,7 +43,7 @@ def deal_over_micro_batches(
     order = np.argsort(-length, kind="stable")
     turn = list(range(len(tokens)))
     if stages > 1:
-        turn.sort(key=lambda number: min(number, len(tokens) - 1 - number))  # the first and the last begin
+        turn.sort(key=lambda number: min(number, len(tokens) - 1 - number))  # for example 0, 3, 1, 2
     left, dealt = tokens.tolist(), np.empty(len(length), np.int64)
     sizes = length[order]
     firsts = np.flatnonzero(np.append(True, sizes[1:] != sizes[:-1])[: len(sizes)])

@@ -27,8 +27,8 @@ from distca.plan.sorting import in_turns, order_by
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
-"""For up to this many ranks, ``distca/plan/step.py`` may plan two placements and take the cheaper. For more ranks, this
-would take too long; with ping and pong, :func:`deal` then lets each rank read the keys of few documents."""
+"""For up to this many ranks, ``distca/plan/step.py`` may make two plans and take the cheaper. For more ranks, two plans
+would take too long. So with ping and pong, :func:`deal` gives each rank few documents, whose keys it reads."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler: as many as have at most this fraction of all work together. With 0.1 instead,
 plans move 3.5 % more bytes."""
@@ -39,10 +39,11 @@ _PING = 0.25
 """The fraction of a document's work in the first half of its rows. Ping gets at most this fraction of all work if long
 documents are wholly in pong, otherwise at least this fraction. With 0.15 instead, plans move 1.1 % more bytes."""
 _LITTLE_PING = 0.06
-"""The least fraction of all work in ping if long documents are wholly in pong. With less work, ping could not hide
-pong's transfers; then long documents get heads in ping."""
+"""The least fraction of all work in ping if long documents are wholly in pong. Less work in ping could not hide pong's
+transfers, so long documents get heads in ping instead."""
 _FEW_SHARED = 0.01
-"""If long documents have at most this fraction of all work, ping's work depends on the longest of the others."""
+"""If long documents have at most this fraction of all work, the longest other document decides how much work ping
+gets."""
 _SPARE = 1.05
 """Long documents are wholly in pong only if pong has room for their work times this factor."""
 _MOST_ROWS_IN_PONG = 0.35
@@ -60,10 +61,9 @@ class Shares:
     work.
 
     Attributes:
-        document: [S] int64 document.
+        document: [S] int64 index of the document.
         rank: [S] int64 rank that holds the rows.
-        low: [S] float64 begin.
-        high: [S] float64 end.
+        low, high: [S] float64.
     """
 
     document: np.ndarray
@@ -122,7 +122,7 @@ class Dealt:
     Attributes:
         shares: the shares of documents on ranks; the shares of one document follow each other.
         short: [F] int64 documents that are filler.
-        left: (document, low, high) of each range that found no room, as in :class:`Shares`.
+        left: document, low and high, as in :class:`Shares`, of each part of a document that found no room.
         work: [D] work of every document.
         short_rate: the filler's work per token.
         long: [D] bool, whether a document is long. Another document has several shares if it fitted on no rank whole.
@@ -140,8 +140,8 @@ class Dealt:
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
     """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Work is the mean of forward time and backward time, each in units of its mean over ranks. ``start`` and ``stop`` are
-    the ranges of all ranks together."""
+    Work is the mean of forward and backward time. Each time is in units of what a rank needs on average for all ranges
+    of the step: those are ``start`` and ``stop``."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -188,7 +188,7 @@ def deal(
         shared = float((whole + extra)[long].sum()) / (len(budgets) + float(extra.sum()))
         longest_other = float(rows[~long].max(initial=0)) / max(int(budgets.max()), 1)
         split = NanoSplit.of(shared, float(rows[long].sum() / budgets.sum()), sparse, longest_other, lean)
-        # Documents with little work per token will fill the rows that shares may not take, and add their work.
+        # Documents with little work per token fill the rows that shares leave free, so shares may have less work.
         most = split.most_work - sparse * (1 - split.most_rows)
         extra = _shares_each(surplus, added, long, min(wanted, most)) * added
     limits = split.most_work, split.most_rows
@@ -202,7 +202,7 @@ def deal(
         filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits, few_keys)
         dealt = levelled(items, filled, filler[0])
     else:
-        # Cuts inside nodes will add work, which nodes must have room for.
+        # Documents are first dealt to nodes. Cuts between ranks of a node will add work, so it is counted in here.
         of_nodes = replace(items, work=whole + extra, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
         (by_node, *_), left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
@@ -259,7 +259,7 @@ def _shares_each(surplus: np.ndarray, added: np.ndarray, long: np.ndarray, most:
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
     """Returns [I] work that a cut adds for every share of a document, because each share reads keys again.
 
-    The example is one share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
+    It is taken from one share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
@@ -268,12 +268,12 @@ def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarr
 def _shares(
     documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]], keys: np.ndarray
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
-    """Returns the shares of ranks; and (document, low, high) of the ranges that no rank has.
+    """Returns the shares that ranks have, and (document, low, high) of the shares that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
     and [0.5, 1). The first interval goes to the rank whose items have the largest sum of ``keys`` [I]. ``head_cuts.py``
     reverses the intervals in pong, so there this rank gets inner rows, which read fewer keys."""
-    # Parts are sorted by document, then by their ranks' keys, most first. "ends" adds up the parts of all documents.
+    # Parts are sorted by document, then by the keys of their ranks, most keys first. "ends" adds up all parts so far.
     # "before" is the sum of the parts of earlier documents.
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
     order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])

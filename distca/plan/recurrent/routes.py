@@ -1,4 +1,4 @@
-"""The rows and states that a rank computes, sends and receives in a recurrent layer (linear attention, SSM).
+"""The rows that a rank computes in a recurrent layer (linear attention, SSM), and what it sends and receives for them.
 
 A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
 in one nano-batch. Two things travel between ranks:
@@ -29,9 +29,9 @@ class PieceRoute:
         ranks: number of ranks that hold rows.
         begin, end: [P] int64 first row of each piece in the rank's tensor, and one past its last row.
         opens, closes: [P] bool, whether the piece is the first of its document, and whether it is the last.
-        halo: the halo rows that travel, and those that each piece reads.
-        forward: the summaries that travel in forward.
-        backward: the summaries that travel in backward; there, B is a gradient of a state.
+        halo: the halo rows that this rank sends and receives, and those that each piece reads.
+        forward: the summaries that this rank sends and receives in forward.
+        backward: the same in backward, where S is the gradient of the state behind the piece.
     """
 
     ranks: int
@@ -49,10 +49,10 @@ class PieceRoute:
 
 
 def piece_routes(layouts: Sequence[Layout], rank: int, halo_rows: int) -> tuple[PieceRoute, ...]:
-    """Returns the route of ``rank`` for each nano-batch.
+    """Returns the pieces of ``rank`` in each nano-batch.
 
     Args:
-        layouts: for each nano-batch, the ranks that hold the rows of documents.
+        layouts: for each nano-batch, which rank holds each row of a document.
         halo_rows: number of earlier rows that the convolution reads for each row.
     """
     pieces = DocumentPieces.of(layouts)

@@ -24,29 +24,29 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""The most seconds that a cut may add, divided by the seconds of the range that moves. A cut adds time because both of
-its sides read the same keys. Costlier cuts are not made."""
+"""The most seconds that a cut may add, divided by the seconds of the range that it takes from the sender. A cut adds
+time because the ranges on both sides of it read the same keys."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-"""The places that are tried for the part, from the piece's begin (0) to its end (1). Early rows attend to few keys, so
-more query rows must travel for the same work. Late rows need more keys and values."""
+"""The places that are tried for the part: at 0 it begins with the piece, at 1 it ends with the piece. Early rows attend
+to few keys, so for the same seconds more query rows must travel. Late rows need more keys and values."""
 _LEAST_BLOCKS = 8
-"""The least work that a sender gives up, as kernel tiles of query rows in the piece's middle, even if less would do.
-With 32 instead, plans move 1.5 % more bytes."""
+"""A sender gives up at least the pairs of this many kernel tiles of query rows in the piece's middle. It gives fewer
+only if no receiver has more room. With 32 instead, plans move 1.5 % more bytes."""
 _FEW = 8
 """For up to this many receivers, the guessed sizes of ranges are corrected once; for more, up to three times. With 2
 instead, the slowest rank takes 0.16 % longer."""
 _LONG_CONTEXT = 131_072
 """If a piece ends behind this row of its document, the price of a place also counts the sender's time (:func:`_place`).
-For other pieces it hardly matters, and planning takes less time without it."""
+For other pieces this time hardly changes plans, and without it planning is faster."""
 _NEVER_WASTEFUL = 32
-"""The time that cuts add is not checked if every range has at least this many kernel tiles of query rows."""
+"""If every range has at least this many kernel tiles of query rows, ``MOST_OVERHEAD`` is not checked."""
 _SLIVER = 8
-"""The piece's rows before the part join its first range if they are fewer than 1/8 of this range's rows. Rows behind
-the part join the last range likewise."""
+"""The piece's rows before the part join the part's first range if they are fewer than 1/8 of that range's rows. Rows
+behind the part join the last range likewise."""
 _FINEST = 0.004
-"""Ranges are whole kernel tiles of query rows, if a tile takes at most this fraction of the mean seconds of all ranks.
-Otherwise they are multiples of a half, a quarter, an eighth or a sixteenth of a tile."""
+"""Ranges are cut to whole kernel tiles of query rows, if a tile takes at most this fraction of a rank's mean seconds.
+Otherwise they are cut to multiples of a half, a quarter, an eighth or a sixteenth of a tile."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Timer:
 
     Attributes:
         work: gives the seconds of a range on every rank.
-        unit: [K] seconds that a rank computes, as a mean over ranks.
+        unit: [K] seconds that ranks compute on average.
         most_overhead: replaces ``MOST_OVERHEAD``.
         receivers: [C] the ranks that may take ranges.
     """
@@ -71,7 +71,7 @@ class Timer:
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """Returns the rows of a tile, or of a fraction of it (``_FINEST``). ``per_row`` [K]: seconds of a query row."""
+        """Returns of how many rows ranges are multiples (``_FINEST``). ``per_row`` [K]: seconds of a query row."""
         block = self.tile
         fine = _FINEST * min(unit / max(seconds, 1e-300) for unit, seconds in zip(self.unit, per_row, strict=True))
         while block > fine and block > max(1, self.tile // 16):
@@ -83,7 +83,7 @@ class Timer:
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N + 2] seconds: of the first and last range on the sender, of the others on ``chosen``."""
+        """Returns [K][N + 2] seconds: the first and last range on the sender, range i on receiver ``chosen[i - 1]``."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
         return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])
@@ -110,9 +110,8 @@ class Receivers(NamedTuple):
     Attributes:
         room: [K, C] seconds that each receiver may still gain.
         distant: [C] float64, 1 for receivers on another node than the sender's, else 0.
-        price: returns the price of each place, [G]: the bytes that must travel; bytes between nodes count more.
-            Arguments: the first row of the first range [G], the ends of all ranges [G, N], and the indices of their
-            receivers [N].
+        price: returns [G] the bytes that travel with the part at each place; bytes between nodes count more. Its
+            arguments are the part's first row [G], the ends of all ranges [G, N], and their receivers' indices [N].
     """
 
     rank: np.ndarray
@@ -127,9 +126,8 @@ class RangeSplit(NamedTuple):
     Attributes:
         chosen: [N] indices of receivers.
         room: [K][N] seconds that each receiver may gain.
-        cuts: [N + 1] rows.
         moved: [K][N] seconds that each receiver gains.
-        kept: [K][2] seconds that the sender keeps before and behind the ranges.
+        kept: [K][2] seconds of the sender's rows before and behind the ranges.
     """
 
     chosen: list[int]
@@ -144,7 +142,7 @@ class RangeSplit(NamedTuple):
 
     @property
     def fit(self) -> list[float]:
-        """Returns [N] room of each receiver, divided by the seconds of its range; the smallest over directions."""
+        """Returns [N] each receiver's room divided by its range's seconds, in the direction where this is smaller."""
         directions = [
             [most / max(own, 1e-300) for most, own in zip(room, moved, strict=True)]
             for room, moved in zip(self.room, self.moved, strict=True)
@@ -153,7 +151,7 @@ class RangeSplit(NamedTuple):
 
 
 def least_of(directions: np.ndarray) -> np.ndarray:
-    """Returns the smaller of one or two directions: an array [K, ...] becomes [...]."""
+    """Returns the minimum over directions: an array [K, ...] becomes [...]."""
     return np.minimum(directions[0], directions[-1])
 
 
@@ -161,7 +159,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     """Returns ranges for receivers, at the place with the lowest price.
 
     The ranges save the sender about ``excess.need`` seconds, or less if receivers have too little room. The result is
-    None if no range fits its receiver and is worth its cut."""
+    None if every range exceeds its receiver's room or ``MOST_OVERHEAD``."""
     # The size of a range is its number of query-key pairs; ``wanted`` pairs should leave the sender. Sizes are guessed,
     # and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))
@@ -195,9 +193,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
     """Returns numbers of pairs: [C] those that each receiver has room for, those that should leave the sender, and the
-    fewest that may leave.
-
-    The first number is a guess from the seconds of a short range in the middle of the piece."""
+    fewest that may leave. The [C] numbers are guessed from the seconds of a short range in the middle of the piece."""
     middle = 0.5 * (excess.start + excess.stop)
     per_pair = [seconds / whole for seconds in excess.seconds]
     size = np.minimum(receivers.room[0] / per_pair[0], receivers.room[-1] / per_pair[-1])
@@ -218,9 +214,9 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[
     Each receiver reads all keys up to the end of its range. With small ranges first, receivers read fewest keys
     together.
 
-    Receivers are filled in order of preference. The rest goes to the receiver with the least room that suffices, on the
-    sender's node if possible. Example: 60 pairs should go, and receivers have room for 50, 40, 30 and 12. Then the
-    first receiver gets 50 pairs, and the fourth 10."""
+    In order of preference, receivers get as many pairs as they have room for. The last pairs go to the receiver with
+    the least room that suffices, on the sender's node if possible. Example: 60 pairs should go, and receivers have room
+    for 50, 40, 30 and 12. Then the first receiver gets 50 pairs, and the fourth 10."""
     total = size.cumsum()
     full = int(total.searchsorted(wanted * (1 - 1e-12)))
     if full == len(size):
@@ -258,9 +254,9 @@ def _place(
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
     """Returns [N + 1] cuts for ranges of about ``sizes`` pairs from about row ``low`` on.
 
-    Ranges have multiples of ``block`` rows, but the first has fewer if it would begin before the piece. The part's end
-    is rounded up, and the rows of later ranges are rounded down. The first range gets the pairs that remain. Fewer than
-    half a block of rows, or a few (``_SLIVER``), before or behind the part join it."""
+    Ranges have multiples of ``block`` rows, except at the piece's begin and end. The part's end is rounded up. The rows
+    of all ranges but the first are rounded down, and the first gets the pairs that remain. If fewer than half a block
+    of the piece's rows, or few by ``_SLIVER``, are before or behind the part, they join the part."""
     # "edges" are the exact cuts. Between two of them, squared() grows by twice the pairs of the range.
     square = squared(low)
     edges = [low]
@@ -342,8 +338,8 @@ def _over(split: RangeSplit) -> list[bool]:
 def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
     """Returns [N] whether the cut behind each range adds too much time in every direction (``most_overhead``).
 
-    A cut adds the seconds of its two sides, minus the seconds of both sides as one range. The cut before the first
-    range counts together with the cut behind it."""
+    A cut adds the seconds of its two sides, minus the seconds of both sides as one range. For the first range, the cut
+    before it counts too."""
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
     # All seconds are the sender's. "seconds" [K][N + 1]: both sides of the cut behind each range as one range; the last
     # entry is both sides of the cut before the first range. "alone" [K][N]: each range by itself.

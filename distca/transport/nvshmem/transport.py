@@ -1,11 +1,11 @@
 """The NVSHMEM transport: a rank writes rows straight into the receive buffer of the rank that needs them.
 
-An *exchange* is one movement of rows between all ranks, and a *part* is one tensor's rows in it. Its *place* is its
-bytes in the receive buffers, the same on all ranks. A receiver *consumes* an exchange: it copies the rows out of its
-buffer to their destination tensors. Then later exchanges may use these bytes.
+An *exchange* is one movement of rows between all ranks, and a *part* is one tensor's rows in the exchange. Each
+exchange has the same bytes of every rank's receive buffer. A receiver *consumes* an exchange: it copies the rows out of
+its buffer to their destination tensors. Then later exchanges may use these bytes.
 
-Rows for another node may take two *hops*: to one rank of that node, and from there to its other ranks. Gradients go
-back the same way. Other exchanges have one hop. Hops are numbered 1, 2, 3 and so on, equally on all ranks.
+Rows for another node may take two *hops*: to one rank of that node, and from there to other ranks of that node. The
+hops of all exchanges are numbered on, 1, 2, 3 and so on, equally on all ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ _SETTING = "`nvshmem_buffer_gb`"
 
 @dataclass(frozen=True)
 class Landing:
-    """One hop of an exchange.
+    """One hop of an exchange, with all or some of its parts.
 
     Attributes:
-        number: number of the hop.
-        reuses: a rank writes to a receiver after the receiver has consumed all hops up to this number; 0 for no wait.
-        parts: the parts of this hop.
+        reuses: a rank writes to a receiver once the receiver has consumed all hops up to this number; 0 for no wait.
         begins: for each part, the first byte of its rows in the receive buffer.
     """
 
@@ -56,12 +54,12 @@ class OneSidedTransport:
     """Moves rows by writes into other ranks' memory.
 
     Args:
-        fabric: the receive buffers and signals of all ranks.
+        fabric: the receive buffers of all ranks, and the signals by which ranks wait for each other.
         name: name of the transport, for logs.
         fallback: transport for exchanges that do not fit into the receive buffer. With None, they raise TransportError.
 
     Attributes:
-        fallback_exchanges: number of exchanges that the present fallback transport ran.
+        fallback_exchanges: number of exchanges by the fallback since :meth:`use_fallback` was last called.
     """
 
     def __init__(self, fabric: Fabric, name: str, fallback: Transport | None = None) -> None:
@@ -74,15 +72,15 @@ class OneSidedTransport:
         """Starts to write rows to their receivers, and to copy the rows that stay on this rank.
 
         Raises:
-            TransportError: the moves were planned for another number of ranks, or the receive buffer is too small and
-                there is no fallback transport. Nothing was sent.
+            TransportError: ``parts`` were planned for another number of ranks, or do not fit into the receive buffer
+                and there is no fallback transport. In both cases nothing was sent.
         """
         check_ranks(parts, self.ranks)
         hops = Hops.of(parts)
         if not hops.first:
             return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
-        # Sizes and places are equal on all ranks, so either all ranks use the fallback or none does.
+        # ``sizes`` and the ring's bytes in use are equal on all ranks, so all ranks use the fallback or none does.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
             self._note_fallback(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
@@ -94,7 +92,7 @@ class OneSidedTransport:
         tokens = [self._put(first)]
         if not two:
             return OneSidedHandle(self, (first,), tokens, None, self._fabric.keep(parts, tokens[0]))
-        # Rows of the parts ``handed_on`` go to other ranks in the second hop. A side stream runs it.
+        # Rows of the parts ``handed_on`` go to other ranks in the second hop, which runs on a side stream.
         handed_on, others = first.split(len(hops.handed_on))
         second = Landing(place.number, place.reuses, hops.second, begins[last:])
         beside = self._fabric.beside(partial(self._hand_on, handed_on, second, tokens))
@@ -107,7 +105,9 @@ class OneSidedTransport:
     def _note_fallback(self, reason: str) -> None:
         if not self.fallback_exchanges:
             assert self._fallback is not None
-            logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._fallback.name, reason)
+            logger.warning(
+                "Exchanges that do not fit into the buffer go by %s, which is slower: %s", self._fallback.name, reason
+            )
         self.fallback_exchanges += 1
 
     def _put(self, landing: Landing) -> Any:
@@ -115,7 +115,7 @@ class OneSidedTransport:
 
     def _puts(self, landing: Landing) -> dict[int, list[Put]]:
         puts: dict[int, list[Put]] = {}
-        # Each rank begins with the next higher rank, so that ranks do not all write to one rank at a time.
+        # Each rank begins with the next higher rank, so that ranks do not all write to one rank at once.
         for peer in ((self.rank + step) % self.ranks for step in range(1, self.ranks)):
             mine = [
                 Put(part.source, *part.moves.sent_to(peer), begin)
@@ -127,7 +127,7 @@ class OneSidedTransport:
         return puts
 
     def _hand_on(self, arriving: Landing, second: Landing, tokens: list[Any]) -> None:
-        """Queues three things: a wait for the first hop's rows, copies to their destinations, and the second hop."""
+        """Queues a wait for the first hop's rows, copies to their destinations, and the second hop's writes."""
         self._fabric.arrived(arriving.number, arriving.senders)
         self._fabric.compute(partial(self._place_received, arriving))
         tokens.append(self._put(second))
@@ -150,14 +150,14 @@ class OneSidedTransport:
         """Makes the current stream wait for an exchange, and copy its rows to their destinations.
 
         Args:
-            landings: the hops whose rows are copied.
-            tokens: a token for each hop's writes by this rank; :meth:`Fabric.join` waits for it.
-            beside: token of the second hop's side stream; None without a second hop.
-            kept: token of the copies of rows that stay on this rank; None for no wait.
+            landings: the hops whose rows are copied here.
+            tokens: for each hop, what :meth:`Fabric.join` needs to wait for this rank's writes.
+            beside: the same for the side stream of a second hop; None without one.
+            kept: the same for the copies of rows that stay on this rank; None for no wait.
         """
         if beside is not None:
             self._fabric.join(beside)
-        # Received rows may be added to rows that stay on this rank. These must be copied first.
+        # Received rows may be added to rows that stay on this rank, so the rows that stay must be copied first.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
@@ -181,7 +181,7 @@ class OneSidedHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The tokens of this rank's writes, for the timeline."""
+        """The tokens of this rank's writes that have an end to wait for; the timeline records the ends."""
         return [token for token in self._tokens if hasattr(token, "wait")]
 
     def wait(self) -> None:
@@ -194,7 +194,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange that the fallback transport runs. It has a number, as ranks signal "consumed up to number n"."""
+    """An exchange that the fallback transport runs. It counts as one hop, because ranks consume hops in order."""
 
     _transport: OneSidedTransport
     _number: int
@@ -202,7 +202,7 @@ class FallbackHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The pending collectives of the fallback transport, for the timeline."""
+        """The pending collectives of the fallback transport."""
         return getattr(self._handle, "works", [])
 
     def wait(self) -> None:
