@@ -72,7 +72,6 @@ class KindBatch:
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> tuple[KindBatch, ...]:
-        """Cuts a route's tasks where the kind changes."""
         changes = np.flatnonzero(np.diff(route.kind)) + 1
         borders = [0, *changes.tolist(), len(route.kind)]
         return tuple(
@@ -164,7 +163,6 @@ class NanoRoutes:
 
         Args:
             backward: the backward plan, over the same layout as ``forward``. A layout says which home holds which rows.
-            kinds: kinds of layers, numbered as in the plans.
             device: a device, or an upload (a batch of copies to it); tensors get their values when the upload is sent.
             previous: in pong, the layout of ping; None in ping.
             links: which ranks share a node; None if all do.

@@ -159,8 +159,7 @@ def push_rows(
     Args:
         pieces: for each piece (contiguous tensor, [N] int64 numbers of its rows to write, address on any GPU). The rows
             follow each other from this address without gaps.
-        arrived: uint64 addresses of slots to signal to; empty for no signal.
-        number: the value of the signal.
+        arrived: uint64 addresses of slots to which ``number`` is signalled; empty for no signal.
         finished_blocks: [1] int32 zero, a counter for the kernel. Two streams must not share a counter.
         most_blocks: the most thread blocks, of 256 threads each, that the kernel has.
     """

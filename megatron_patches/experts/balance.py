@@ -89,7 +89,8 @@ class MicroBatchBalance:
     ) -> MicroBatchBalance:
         """Returns zero counts for a micro-batch; all expert-parallel ranks call this method together.
 
-        With sequence parallelism, ``documents_N`` and ``nano_rows`` cover the rows of all tensor-parallel ranks.
+        ``nano_rows`` has each nano-batch's number of rows. With sequence parallelism, ``documents_N`` and ``nano_rows``
+        cover the rows of all tensor-parallel ranks.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -100,7 +101,6 @@ class MicroBatchBalance:
         return NanoBatch(self, number, self.document_of[number])
 
     def rows_of_peers(self, nano_batch: NanoBatch) -> list[int]:
-        """Returns each expert-parallel rank's number of rows."""
         if self._peers is None:
             return [len(nano_batch.document_N)]
         rows: list[int] = self._peers.read()[:, nano_batch.number].tolist()

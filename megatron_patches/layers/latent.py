@@ -41,8 +41,6 @@ class RowAngles:
 
 
 class LatentRotary(PositionRotary):
-    """The rotary embedding of a GPTModel, for all layers."""
-
     def forward(self, *_: Any, **__: Any) -> RowAngles:  # type: ignore[override]
         return RowAngles(super().forward())
 

@@ -73,7 +73,6 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
 
     Args:
         documents: from :func:`listed`.
-        ranks: number of data-parallel ranks.
         tokens_per_rank: a micro-batch has at most ``ranks`` times this many tokens. If it has homes, each rank is the
             home of at most this many.
 

@@ -15,7 +15,6 @@ from types import ModuleType
 
 NAME = "transformer_engine"
 SUPPORTED = ">=2.11,<2.21"
-"""The supported versions, as pip writes them."""
 _FIRST, _BEYOND = (2, 11), (2, 21)
 
 

@@ -89,7 +89,7 @@ def schedule(
         tolerance: how far a server may be above its target, as a fraction of the mean load. A plan may exceed the
             tolerance, for example if every range that could move is too short to be worth it.
         direction: the direction that is balanced; "both" finds one set of tasks for forward and backward.
-        resend: whether homes send q, k and v again for backward; more bytes then travel for a moved row.
+        resend: whether homes send q, k and v again for backward.
         links: which ranks share a node, and how long bytes take between ranks; None if they take equally long between
             all ranks.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
@@ -155,7 +155,6 @@ class _Search:
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
         for tried, aim in enumerate((*usual, *more)):
-            # The loop leaves out limits below ``least``, and limits that the best plan already keeps to.
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
@@ -183,7 +182,6 @@ class _Search:
         Args:
             aim: how far the limit is above the target.
             at_most: balancing ends if no range can leave the servers that are further above their targets than this.
-            overhead: the time that a cut may add, as a fraction of the time of the range that moves.
             expected: [K] least mean load to compute the limit from; None for the present mean load.
         """
         start, over = self.home, np.inf

@@ -123,7 +123,6 @@ class TargetLoad:
 
 
 def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
-    """Returns ``other_seconds`` as [R] for one direction, or [K, R] for two."""
     shapes = {1: ((servers,), (1, servers)), 2: ((2, servers),)}[directions]
     if seconds.shape not in shapes or not np.isfinite(seconds).all() or (seconds < 0).any():
         each = "" if directions == 1 else " for each direction"

@@ -75,9 +75,8 @@ class Fabric(Protocol):
         """Queues copies of the rows that stay on this rank, after the current stream's earlier work.
 
         Args:
-            parts: the tensors of an exchange.
-            behind: the exchange's token from :meth:`put`, None if no rows were put. Copies may begin when these writes
-                have ended.
+            behind: the exchange's token from :meth:`put`, None if no rows were put. An implementation may let copies
+                wait for these writes.
 
         Returns:
             A token for the end of the copies; None if the current stream copies.
