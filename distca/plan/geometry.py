@@ -49,7 +49,7 @@ def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarra
 
 
 def range_pairs(start: Rows | float, stop: Rows) -> Rows:
-    """Returns the number of pairs of query ranges without a window."""
+    """Returns the number of pairs of query ranges [start, stop) without a window."""
     return (stop * (stop + 1.0) - start * (start + 1.0)) * 0.5
 
 

@@ -187,13 +187,13 @@ def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks
     """Returns the GiB of memory for the rows that a rank receives.
 
     The memory holds q, k and v of 4.5 · ``tokens`` tokens, or with ``resend`` of 5 · ``tokens``. An exchange that needs
-    more fails. The factors hold the exchanges of tests/plan/test_receive_buffer.py, which has no pipeline stages.
+    more fails. These amounts suffice for tests/plan/test_receive_buffer.py, which has no pipeline stages.
 
     Args:
         shape: heads of one tensor-parallel rank.
         tokens: tokens of a micro-batch per rank.
         resend: whether backward sends q, k, v and o again, with dO.
-        sinks: whether heads have learned scores in the softmax, which need the log-sum-exps too without ``resend``.
+        sinks: whether heads have learned scores in the softmax. Without ``resend`` their log-sum-exps need memory too.
     """
     rows = (5.0 if resend else 4.5) * tokens
     lse = 4 * shape.heads if sinks and not resend else 0

@@ -4,8 +4,8 @@ A row is one token. Each head has a *state* S [K, V], which each row reads and c
 
     S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
 
-q, k and v come from a short causal convolution over rows. β is one number for each row and head; g is one too, or one
-for each channel of k.
+q, k and v come from a short causal convolution over rows. Each row and head has one β, and one g
+or a g for each channel of k.
 
 Long documents are cut into *pieces*, which ranks compute at the same time. A piece turns a state S into T·S + B. T (the
 piece's *transition*) and B depend on the piece's rows only.

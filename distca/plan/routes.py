@@ -1,6 +1,6 @@
 """Routes: which rows a rank sends and receives by a plan, and which k,v rows each of the rank's tasks reads.
 
-- A *row* is one token's q, or its k and v. Its *home* is the rank that computes the token's linear layers.
+- A *row* is one token's q, or its k and v. A row's *home* is the rank that computes the token's linear layers.
 - A *server* is a rank that computes attention.
 - A *task* is a range of query rows of one document on one server.
 - A *region* is the range of k,v rows that a kernel reads for one task.
@@ -163,7 +163,7 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
 
 
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
-    """Returns the copies that fill regions: those from the nano-batch's buffers, and those from the previous one's.
+    """Returns the copies that fill regions: from this nano-batch's buffers, and from those of the previous nano-batch.
 
     A server copies nothing if its tasks share no rows, and need no rows from the previous nano-batch: its buffer then
     consists of the regions. ``peer`` is the server of each copy. ``Routes.__init__`` explains the arguments."""

@@ -50,10 +50,10 @@ replaces the oldest. A step whose plan was replaced is planned again."""
 _REMEMBERED = 16
 """The number of latest steps whose reports (:class:`Served`) stay in the store. Older reports are deleted."""
 FORMING = timedelta(seconds=20)
-"""The longest time in which the processes of a generation connect; then homes start another generation. The first
+"""The longest time for a generation's processes to connect. After it, homes start another generation. The first
 generation has TIMEOUT instead."""
 HOMES_QUIET = timedelta(days=7)
-"""The longest time without a message from homes; then the server raises LaunchError."""
+"""The longest time without a message from homes. After it, the server raises LaunchError."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,7 @@ def serve(
 
     Args:
         store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
-        number: this server's number, from 0. Servers have different numbers, but a new server may have that of one that
-            has died.
+        number: this server's number, from 0. Servers have different numbers; a new one may take a dead one's number.
         pool: number of the pool, from 0. The training script's first ``distca.CAD`` with servers has pool 0.
         patience: the longest wait until homes come.
         measure: measures a cost table if homes have none for this GPU and kernel; None measures none.
@@ -272,7 +271,7 @@ class _Server:
         return self._me.number
 
     def _join(self, generation: Generation) -> None:
-        """Joins a generation. If a process does not connect, it returns, and homes announce another generation.
+        """Joins a generation. If a process does not connect, the call returns, and homes announce another one.
 
         Raises:
             RuntimeError: a process of the first generation does not connect.

@@ -102,7 +102,8 @@ class Timeline:
         span.end = self.clock.now()
 
     def open(self, name: str, layer: int, nano: int, direction: str, *, past_launches: bool = False) -> None:
-        """Begins a span of compute. The next call ends it, unless the call is :meth:`stage` or :meth:`waiting`.
+        """Begins a span of compute. It ends at the next span of compute, :meth:`launched`, :meth:`joined`,
+        :meth:`close` or :meth:`take`.
 
         With ``past_launches``, :meth:`launched` ends this span and begins a new span of the same name."""
         if self.recording:
@@ -157,7 +158,7 @@ class Timeline:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Measures the block, a wait for a transfer. :meth:`take_waits` returns the seconds."""
+        """Measures the block, a wait for the transfer ``what``. :meth:`take_waits` returns the seconds."""
         if not self.times_waits:
             yield
             return
@@ -166,7 +167,7 @@ class Timeline:
         self._waits.setdefault(what, []).append((start, self.clock.now()))
 
     def take_waits(self) -> dict[str, float]:
-        """Returns the seconds in :meth:`waiting` since the last ``take_waits``, by ``what``. Blocks until they end."""
+        """Returns by ``what`` the seconds waited since the last ``take_waits``; blocks until these waits end."""
         waits, self._waits = self._waits, {}
         return {what: sum(self.clock.seconds(*each) for each in spans) for what, spans in waits.items()}
 

@@ -1,7 +1,7 @@
 """Lets torch and Megatron read checkpoints without running code in them.
 
 torch uses ``pickle.load`` for the file ``.metadata``, which describes tensors, and ``weights_only=False`` for objects
-that are no tensors. Both would run any function that a file names; inside :func:`readable`, replacements refuse it.
+that are no tensors. Both would run any function that a file names; inside :func:`readable`, such a file is refused.
 """
 
 from __future__ import annotations

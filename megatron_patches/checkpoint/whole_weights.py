@@ -70,7 +70,7 @@ _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Checkpoints of models without latent attention have these norms under Transformer Engine's names."""
+"""Checkpoints of models without latent attention have these two norms under Transformer Engine's names."""
 
 _EXPERTS = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.weight", "linear_fc2.weight"))
 _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bias", "linear_fc2.bias"))
@@ -78,7 +78,7 @@ _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bi
 
 
 def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
-    """Whether a layer has the parameter ``part``. With ``mixture`` the layer has experts in place of an MLP."""
+    """Returns whether a layer has the parameter ``part``. With ``mixture`` it has experts in place of an MLP."""
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
     # latent: multi-head latent attention. low: its queries have a down-projection too.

@@ -221,7 +221,7 @@ class QueryKeyValue:
 
 @dataclass(frozen=True)
 class InputFirst:
-    """An expert's projection that the folder stores as [inputs, outputs], or its bias.
+    """The weight of an expert's projection, stored in the folder as [inputs, outputs], or the projection's bias.
 
     Attributes:
         in_turn: whether the folder's outputs alternate between gate and up projection. In Megatron, all outputs of the

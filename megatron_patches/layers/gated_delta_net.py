@@ -41,7 +41,6 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
     """Returns the spec of a layer with a gated delta net, from the spec of a layer with attention.
 
     Args:
-        attention_layer: spec of a layer with attention.
         column, row: classes of column-parallel and of row-parallel linear layers.
         norm: class of the output's norm, which works on each head.
     """

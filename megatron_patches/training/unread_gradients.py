@@ -26,8 +26,8 @@ STEPS = 8
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
-"""For each watched optimizer and model: the number of steps so far without a changed weight, and each weight's sum.
-``STEPS`` or more means that the model is not watched any more."""
+"""For each watched optimizer and model: the number of steps so far without a changed weight, and each weight's sum of
+elements. ``STEPS`` or more means that the model is not watched any more."""
 _listening: list[Any] = []
 """The handle of the hook; empty until the first model is trained."""
 

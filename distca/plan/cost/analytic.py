@@ -119,8 +119,8 @@ def area_cost(
 def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
     """Returns the cost model for a ``kind`` of attention layer, from the ``cost`` of layers without a window.
 
-    For a kind with a window the result is a formula. From a measured table the formula is scaled: without its window it
-    would give the table's seconds for a document of 32,768 tokens."""
+    For a kind with a window the result is a formula (for a PoolCost, one per table). From a measured table the formula
+    is scaled: without its window it would give the table's seconds for a document of 32,768 tokens."""
     if not kind.window:
         return cost
     if isinstance(cost, PoolCost):

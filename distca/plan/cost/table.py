@@ -64,7 +64,7 @@ class LoadFactors:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LoadFactors | None:
-        """Returns the factors in a table's file; None if there are none."""
+        """Returns the factors in the content of a table's file; None if there are none."""
         found = content.get("load_factors")
         if found is None:
             return None

@@ -45,11 +45,11 @@ def schedule_unlike(
     """Returns the tasks of one nano-batch, a part of a micro-batch. A task is a range of queries on one server.
 
     Args:
-        home: the plan in which every rank computes its own rows.
+        home: the plan in which every rank computes the attention of its own rows.
         tolerance: how far a limit is first above the target, as a part of the mean work of a server.
         moved_bytes: bytes that travel for a query row, and for a key/value row.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: of the last plan; limits count on the same growth. The new plan's growth replaces it.
+        growth: the growth by cuts for which limits allow; it is replaced by the new plan's growth.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)
