@@ -31,7 +31,7 @@ class NanoPlan:
         layout: the home and row of every token.
         forward, backward: the tasks and their servers.
         cost: seconds per task.
-        share: the fraction of the model's layers that are of this kind.
+        share: the fraction of the model's attention layers that are of this kind.
     """
 
     layout: Layout

@@ -9,7 +9,7 @@ def order_by(*keys: np.ndarray) -> np.ndarray:
     """Returns [N] int64 indices that sort N elements by the first key, then by the second key, and so on.
 
     Each key is [N] int64 without negative numbers. Elements with equal keys keep their order."""
-    # All keys become one number, and the index too, if 63 bits hold them: np.lexsort is several times slower.
+    # An element's keys, and its index if 63 bits suffice, become one number: np.lexsort is several times slower.
     joined, values = keys[0], int(keys[0].max(initial=0)) + 1
     for key in keys[1:]:
         width = int(key.max(initial=0)) + 1

@@ -30,7 +30,7 @@ _NAME = "distca_step"
 _FORMAT = 4
 """The number of the file's format. It must grow with every change of what is written: other numbers are refused."""
 _NOT_WRITTEN = {"scheduler"}
-"""Functions, which a file cannot hold."""
+"""Options that are functions, which JSON cannot hold."""
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
 """Options that are objects or lists. :func:`write_step` and :func:`read_step` convert each in its own way."""
 _FACTORS = ("forward_factor", "backward_factor")
@@ -45,7 +45,7 @@ class StepInputs:
     Attributes:
         lengths: for each micro-batch, tokens per document.
         homes: for each micro-batch, the rank of each document; None lets documents span ranks.
-        room: for each micro-batch, the most tokens, if documents may change their micro-batch; else None.
+        room: the most tokens of each micro-batch, if documents may move to another micro-batch; else None.
     """
 
     lengths: Sequence[Sequence[int] | np.ndarray]

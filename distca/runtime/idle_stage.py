@@ -114,13 +114,13 @@ AnyEmptyLayer = EmptyLayer | EmptyRecurrentLayer
 
 
 def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Takes part in a forward phase; ``routes`` are this rank's transfers in each layer."""
+    """Takes part in a forward phase without a micro-batch; ``routes`` are this rank's transfers in each layer."""
     with torch.no_grad():
         run_layers(layers, [torch.empty(0)] * len(routes[0]), routes, pool)
 
 
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Takes part in a backward phase; ``routes`` are this rank's transfers in each layer."""
+    """Takes part in a backward phase without a micro-batch; ``routes`` are this rank's transfers in each layer."""
     above: list[AttentionCall | RecurrentCall] = []
     for number, (layer, of_layer) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
         calls: list[AttentionCall | RecurrentCall] = []

@@ -97,8 +97,8 @@ class RecurrentRoutes:
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
         """Returns these routes with the backward transfers of ``other``.
 
-        With pipeline stages, the transfers of a micro-batch also carry rows of micro-batches on other stages. Stages
-        have other micro-batches at its backward than at its forward."""
+        With pipeline stages, the transfers of a micro-batch also carry rows of micro-batches on other stages. Which
+        micro-batches these are differs between forward and backward."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 

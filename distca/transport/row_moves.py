@@ -1,6 +1,6 @@
 """The index tensors with which a rank sends rows of q, k, v, outputs or gradients, and stores received rows.
 
-Recurrent layers (linear attention, SSM) send their rows by the same moves.
+Recurrent layers (linear attention, SSM) use the same moves; their "server" is the rank that receives rows in forward.
 
 - home: the rank that holds a row between layers.
 - server: a rank that computes attention. It gets q, k and v rows from homes, into a buffer.
@@ -156,7 +156,7 @@ class RowMoves:
 class Reduction:
     """The additions of packed rows that come back to a home.
 
-    A home row is *single* if it gets one value, and *shared* if it gets more. A value that the row has already counts.
+    A home row is *single* if it gets one value, and *shared* if it gets more. A value that is in the row before counts.
 
     Example: packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1] and ``single_home``
     is [9]. Row 5 is shared: ``shared_home`` is [5], ``copies`` is [0, 2] and ``borders`` is [0, 2]. ``rounds`` is
@@ -187,7 +187,7 @@ class Reduction:
             kept_rows: [M] int64 indices of home rows that have a value already.
         """
         # "writers" is the number of values of each home row. "packed" are the packed rows for shared home rows, and
-        # "place" are their indices in "shared_home". Round n has the n-th packed row of each shared home row.
+        # "place" says for which: indices in "shared_home". Round n has the n-th packed row of each shared home row.
         top = int(max(home_rows.max(initial=-1), kept_rows.max(initial=-1))) + 1
         writers = np.bincount(home_rows, minlength=top) + np.bincount(kept_rows, minlength=top)
         if writers.max(initial=0) <= 1:

@@ -1,7 +1,7 @@
 """Lists the parameters of a HybridModel's layers, and their keys in Megatron-Core's checkpoints.
 
 ``whole_weights.py`` reads checkpoints without building the model, so it needs these lists. A layer of a HybridModel is
-attention, a gated delta net, Mamba, an MLP or experts. Gated delta nets and Mamba are called recurrent.
+attention, a gated delta net, Mamba, an MLP or experts; each has a symbol. Gated delta nets and Mamba are *recurrent*.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
     """Returns the checkpoint's keys for a recurrent layer's parameter.
 
-    The parameter is the concatenation of the tensors with these keys along the first dimension. Example:
-    ``mixer.conv1d_bias`` has ``mixer.conv1d.bias.x``, ``mixer.conv1d.bias.B`` and ``mixer.conv1d.bias.C``."""
+    Concatenated along the first dimension, the tensors with these keys are the parameter. Example:
+    ``mixer.conv1d_bias`` has the keys ``mixer.conv1d.bias.x``, ``mixer.conv1d.bias.B`` and ``mixer.conv1d.bias.C``."""
     if parameter == _RECURRENT_LAYERS[symbol][0]:
         return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")

@@ -73,8 +73,8 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
     if len(stages) != config.pipeline_model_parallel_size or len({*stages}) > 1:
         raise SupportError(
             f"hybrid_layer_pattern is {pattern!r}, but pipeline_model_parallel_size is "
-            f"{config.pipeline_model_parallel_size}, and all stages have the same layers: put a '|' between stages of "
-            "equal patterns, or change the number of stages."
+            f"{config.pipeline_model_parallel_size}, and all stages must have the same layers: put a '|' between "
+            "stages of equal patterns, or change the number of stages."
         )
     if config.num_layers != len(layers):
         raise SupportError(

@@ -58,13 +58,13 @@ class LinearRate:
 
 
 def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Returns the number of weights in a layer's projections of q, k, v and o, and in its MLP; gated as in SwiGLU."""
+    """Returns how many weights a layer has in projections of q, k, v and o, and in its MLP (``gated`` as in SwiGLU)."""
     return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
 
 @dataclass(frozen=True)
 class NonAttention:
-    """Seconds per row of the linear layers between two core attentions.
+    """Seconds per row (token) of the linear layers between two core attentions.
 
     Attributes:
         forward, backward: the seconds.

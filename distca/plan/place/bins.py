@@ -46,7 +46,7 @@ LEAST_SHARE = 0.05
 """The least work of a share, as a part of a rank's mean work. A smaller share is not worth the keys that its rank must
 read."""
 _LEAST_ROWS = 0.2
-"""A share that its bin's free tokens limit may have as little as this part of ``LEAST_SHARE``."""
+"""A share may have as little as this part of ``LEAST_SHARE``, if its bin has no free tokens for more."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class _Bins:
     def put_whole(self, item: int, rows: float, work: float) -> bool:
         """Puts an item whole into the bin that lacks most surplus among those with enough free tokens.
 
-        Returns False if there is no such bin, or if it would get too much work (``OVERFULL``)."""
+        Returns False if there is no such bin, or if the bin would get too much work (``OVERFULL``)."""
         aside = []
         while self._heap and self._space[self._heap[0][1]] < rows:
             aside.append(heapq.heappop(self._heap))

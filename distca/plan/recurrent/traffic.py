@@ -72,7 +72,7 @@ class RecurrentNano:
     backward: Summaries
 
     def travelling_bytes(self, what: Recurrence, value_bytes: int = 2) -> int:
-        """Returns the bytes that travel in one layer, forward and backward; halo elements have ``value_bytes``."""
+        """Returns the bytes that travel in one layer, forward and backward; each halo value has ``value_bytes``."""
         states = self.forward.travelling_bytes(what) + self.backward.travelling_bytes(what)
         return states + 2 * self.halo.total * what.channels * value_bytes
 

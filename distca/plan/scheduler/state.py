@@ -25,8 +25,8 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
-"""The most k,v rows that a server should read, as a multiple of the mean per server before any work moves. It limits
-memory. A server that would read more gets work only if other servers do not suffice."""
+"""The most k,v rows that a server should read, as a multiple of the mean per server before any work moves. These rows
+take memory. A server that would read more gets work only if other servers do not suffice."""
 _FEW_KEPT = 6
 """The limit that ``_MOST_KEPT`` sets is at least this many times the mean number of query rows per server."""
 

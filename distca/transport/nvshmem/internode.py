@@ -116,7 +116,7 @@ class Slice:
 
 
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
-    """Yields the slices of each load, for ``puts`` by peer.
+    """Cuts each peer's ``puts`` into loads, and yields the slices of each load.
 
     A load has at most ``capacity`` bytes, a multiple of 256. Example: a load has room for 4 rows, and ``puts`` has 3
     rows for rank 1 and 2 rows for rank 2. The first load has 3 rows for rank 1 and 1 row for rank 2. The second load
@@ -155,7 +155,7 @@ class InternodePeers:
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
         """Queues the puts and signals of exchange ``number``, after the current stream's earlier work.
 
-        Puts overwrite rows of exchange ``reuses``, so they wait until the peer has consumed it; 0 means no wait.
+        Puts overwrite rows of exchange ``reuses``, so they wait until the peer has consumed it; with 0 no put waits.
 
         Returns:
             A token whose event is that all rows are packed; and the event that all rows have arrived. After the token's
@@ -254,7 +254,7 @@ class NvshmemQueue:
 class SentInternode(Sent):
     """A token for one exchange's writes to inter-node peers and to *intra-node peers*, the other ranks of the node.
 
-    After ``events`` callers may write to the sources, but rows may still travel between nodes.
+    Once ``events`` have happened, callers may write to the sources, but rows may still travel between nodes.
 
     Attributes:
         intranode: token of the writes to intra-node peers.

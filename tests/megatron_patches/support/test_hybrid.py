@@ -99,7 +99,7 @@ def test_patterns_that_are_served(pattern: str) -> None:
     ("pattern", "changed", "said"),
     [
         ("G-|*-", {"pipeline_model_parallel_size": 2}, "put a '|' between stages of equal patterns"),
-        ("G*|G*", {}, "but pipeline_model_parallel_size is 1, and all stages have the same layers"),
+        ("G*|G*", {}, "but pipeline_model_parallel_size is 1, and all stages must have the same layers"),
         ("G*G*", {"pipeline_model_parallel_size": 2}, "hybrid_layer_pattern is 'G*G*', but pipeline_model_parallel"),
         ("G-*/*", {}, "has '/', but only the next token is predicted"),
         ("G-+-", {}, "has '+', but latent attention is not supported"),
