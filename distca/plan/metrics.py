@@ -104,7 +104,7 @@ class Traffic:
 
 
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [R] seconds that each server needs for its tasks; "both" adds forward and backward.
+    """Returns [R] seconds that each server needs for its tasks in one layer; "both" adds forward and backward.
 
     ``cost`` is one cost model for all tasks, or one for each kind of layer."""
     costs = cost if isinstance(cost, Sequence) else (cost,)
@@ -112,7 +112,7 @@ def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction:
 
 
 def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [K, R] seconds that each server needs for its tasks in layers of each kind.
+    """Returns [K, R] seconds that each server needs, in one layer, for its tasks of each kind.
 
     ``costs`` has K cost models. A single cost model is for the tasks of all kinds; the result is then [1, R]."""
     tasks, ranks = plan.tasks, plan.layout.ranks

@@ -62,7 +62,7 @@ class PoolTerms:
 
     Attributes:
         options: the planner's options.
-        spec: core attention on a home: heads, dtype, device, and kinds (such as window and scale) of the layers.
+        spec: core attention on a home, with heads, dtype, device and the layers' kinds (such as window and scale).
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
         layers: numbers, from 0, of a pipeline stage's layers with attention, equal for all stages; empty means that
             all layers have attention.

@@ -1,7 +1,7 @@
 """Megatron-Core 0.19's gated delta net, which can be built without the package fla, and its layer's spec.
 
 A gated delta net is a recurrence in place of softmax attention. Megatron's module supplies weights, projections and
-norm. This project computes the convolution and, on GPUs with kernels of fla-core, the recurrence.
+norm. ``distca/recurrent`` computes the convolution and the recurrence; on GPUs fla-core computes the latter.
 """
 
 from __future__ import annotations

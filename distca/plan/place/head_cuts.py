@@ -3,7 +3,7 @@
 - A document's first rows, its *head*, are computed in ping, and its other rows, its *tail*, in pong.
 - A document on several ranks is cut into *shares* (:func:`ranges_of_shares`). A document on one rank is one share, and
   :func:`cut_whole` chooses its head.
-- *Filler* is the shortest documents, which take the tokens of ping and of pong that other documents leave free.
+- *Filler* is the shortest documents, which fill the room that other documents leave in ping and in pong.
 - *Work* is the time of attention, in units of the mean work of a rank. The *surplus* of a document is its work minus
   the work of as many tokens of filler.
 

@@ -1,7 +1,7 @@
 """Schedules attention over servers that are not equally fast.
 
 A *server* is a rank that computes attention. *Work* is time on a server of mean speed. A server's *target* is its work
-if all servers end at the same time. Its *limit* is a little above the target. ``scheduler.py`` calls
+if all servers end at the same time. Its *limit* is above the target by a *tolerance*. ``scheduler.py`` calls
 :func:`schedule_unlike`, which moves ranges of queries from servers above their limits to other servers.
 
 K directions (forward, backward, or both). Constants except ``_RISES`` were compared with other values:
