@@ -42,7 +42,8 @@ class CadOptions:
         speeds: each server's speed relative to its cost table. Homes come first, stage by stage, then servers without a
             model; empty where all are as their tables say. A server that comes later counts as 1.
             Plans divide it by the number of servers on its GPU.
-        server_gb_s: GB/s over the network that plans expect of a server without a model; 0 = 51, as for homes.
+        server_gb_s: GB/s over the network that plans expect of a server without a model, or of all on its GPU together;
+            0 = 51, as for homes.
     """
 
     ping_pong: bool = True

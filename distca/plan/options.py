@@ -52,7 +52,7 @@ class PlanOptions:
         layer_kinds: for each stage and layer, the index of the layer's kind; empty if all layers have the first kind.
         non_attention: seconds of linear layers, to balance together with attention; None balances attention alone.
         scheduler: plans one nano-batch, for tests; None takes the default scheduler.
-        server_gb_s: network rate of a server without a model, in GB/s; 0 takes the rate of ``links``.
+        server_gb_s: network rate of each server without a model, in GB/s; empty takes the rate of ``links``.
         recurrent: whether the model has recurrent layers (linear attention, SSM).
 
     Raises:
@@ -75,7 +75,7 @@ class PlanOptions:
     non_attention: NonAttention | None = None
     scheduler: Scheduler | None = None
     servers: int = 0
-    server_gb_s: float = 0.0
+    server_gb_s: tuple[float, ...] = ()
     recurrent: bool = False
 
     def __post_init__(self) -> None:
@@ -107,8 +107,11 @@ class PlanOptions:
                 f"`servers` is {self.servers}; it must be 0 or more, and 0 where attention stays at home "
                 f"(`disaggregate` is {self.disaggregate})."
             )
-        if not 0 <= self.server_gb_s < math.inf:
-            raise PlanError(f"`server_gb_s` is {self.server_gb_s}; it must be a finite number of at least 0.")
+        if len(self.server_gb_s) not in (0, self.servers) or not all(0 < each < math.inf for each in self.server_gb_s):
+            raise PlanError(
+                f"`server_gb_s` is {self.server_gb_s}; give a finite number above 0 for each of the {self.servers} "
+                "servers without a model, or leave it empty."
+            )
         for cost in (self.cost, *self.costs):
             if isinstance(cost, PoolCost) and len(cost.of_server) != self.pool_ranks:
                 raise PlanError(
@@ -185,7 +188,7 @@ class PlanOptions:
         """Returns [R] the network rate of every server, in bytes per second."""
         found = np.full(self.pool_ranks, self.links.bytes_per_s(far=True))
         if self.server_gb_s:
-            found[self.homes :] = self.server_gb_s * 1e9
+            found[self.homes :] = np.array(self.server_gb_s) * 1e9
         return found
 
     @property

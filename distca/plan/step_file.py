@@ -27,7 +27,7 @@ from distca.plan.options import PlanOptions
 from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
-_FORMAT = 4
+_FORMAT = 5
 """The number of the file's format. It must grow with every change of what is written: other numbers are refused."""
 _NOT_WRITTEN = {"scheduler"}
 """Options that are functions, which JSON cannot hold."""
@@ -35,7 +35,7 @@ _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kind
 """Options that are objects or lists. :func:`write_step` and :func:`read_step` convert each in its own way."""
 _FACTORS = ("forward_factor", "backward_factor")
 _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
-"""All other options: numbers, booleans and None."""
+"""All other options: numbers, tuples of numbers, booleans and None."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def read_step(path: str | Path) -> StepInputs | None:
         )
     try:
         options = {name: content["options"][name] for name in _PLAIN}
+        options["server_gb_s"] = tuple(options["server_gb_s"])
         non_attention = content["non_attention"]
         return StepInputs(
             [np.asarray(each, np.int64) for each in content["lengths"]],

@@ -110,7 +110,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         links=job.links,
         non_attention=job.non_attention,
         servers=job.extra_servers,
-        server_gb_s=job.cluster.slow_network_gb_s if job.cluster.slow_gpus else 0.0,
+        server_gb_s=(job.cluster.slow_network_gb_s,) * (job.extra_servers if job.cluster.slow_gpus else 0),
         recurrent=any(job.recurrent),
     )
     homes = [each.rank_of for each in workload.micro_batches] if workload.whole else None

@@ -37,6 +37,7 @@ from megatron_patches.steps.layer_work import layer_works
 from megatron_patches.steps.unlike_servers import (
     ServerSort,
     costs_by_sort,
+    gb_s_beside_others,
     in_words,
     linear_factors,
     pool_sorts,
@@ -94,12 +95,14 @@ def plan_options(
     if given.speeds:
         check_speeds(given.speeds, training + len(machines))
     # A server of speed s takes 1/s times the seconds of its cost table, for attention and for linear layers.
-    if speeds := speeds_beside_others(given.speeds, training, [] if remote is None else remote.sharing):
+    sharing = [] if remote is None else remote.sharing
+    if speeds := speeds_beside_others(given.speeds, training, sharing):
         costs = tuple(at_speeds(each, speeds) for each in costs)
         if non_attention is not None:
             by_table = non_attention.factors or (1.0,) * training
             slower = tuple(each / speed for each, speed in zip(by_table, speeds[:training], strict=True))
             non_attention = replace(non_attention, factors=slower)
+    links = pool_links(tp, given.ranks_per_node, machines)
     return PlanOptions(
         ranks=parallel_state.get_data_parallel_world_size(),
         cost=costs[0],
@@ -113,10 +116,10 @@ def plan_options(
         resend=given.disaggregate and how == "resend",
         disaggregate=given.disaggregate,
         tolerance=given.tolerance,
-        links=pool_links(tp, given.ranks_per_node, machines),
+        links=links,
         non_attention=non_attention,
         servers=len(machines),
-        server_gb_s=given.server_gb_s,
+        server_gb_s=gb_s_beside_others(given.server_gb_s, links.bytes_per_s(far=True) / 1e9, sharing),
         recurrent=bool(layer_kinds.recurrences),
     )
 

@@ -99,6 +99,22 @@ def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[
     return tuple(each / number for each, number in zip(alone, [*[1] * homes, *sharing], strict=True))
 
 
+def gb_s_beside_others(gb_s: float, usual: float, sharing: Sequence[int]) -> tuple[float, ...]:
+    """Divides the GB/s over the network among the servers on a GPU.
+
+    Args:
+        gb_s: what a server alone on its GPU has; 0 takes ``usual``.
+        usual: what a home has.
+        sharing: for each server without a model, the number of servers on its GPU.
+
+    Returns:
+        GB/s of each server without a model; empty if all have what a home has.
+    """
+    if not gb_s and max(sharing, default=1) == 1:
+        return ()
+    return tuple((gb_s or usual) / number for number in sharing)
+
+
 def in_words(sorts: Sequence[ServerSort]) -> str:
     """Returns which servers are of which sort, such as "NVIDIA H200 with flash4: 0, 1; NVIDIA A100 with torch: 2"."""
     return "; ".join(

@@ -246,6 +246,9 @@ def test_mistakes_are_sentences() -> None:
         PlanOptions(0, COST)
     with pytest.raises(PlanError, match="kinds is empty"):
         PlanOptions(3, COST, kinds=())
-    with pytest.raises(PlanError, match="`server_gb_s` is inf; it must be a finite number"):
-        PlanOptions(3, COST, server_gb_s=float("inf"))
+    for rates in ((float("inf"),), (1.0, 1.0)):
+        with pytest.raises(
+            PlanError, match=r"`server_gb_s` is .*; give a finite number above 0 for each of the 1 servers"
+        ):
+            PlanOptions(3, COST, servers=1, server_gb_s=rates)
     assert [STAGES.pool_rank(stage, rank) for stage in range(2) for rank in range(3)] == list(range(STAGES.pool_ranks))

@@ -62,6 +62,7 @@ def _inputs() -> dict[str, StepInputs]:
                 PoolCost((modelled, scaled(modelled, 2.0, 3.0)), (0, 1, 1)),
                 nano_batches=2,
                 servers=1,
+                server_gb_s=(25.0,),
                 non_attention=NonAttention(1e-9, 3e-9, (1.0, 2.0)),
             ),
         ),
@@ -136,7 +137,7 @@ def test_a_steps_file_of_another_format_is_refused(format: int | None, tmp_path:
     write_step(path, _inputs()["measured"])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"distca_step": format}))
     with pytest.raises(
-        PlanError, match=rf"step\.json is of format {format}, and this version of DistCA reads format 4;"
+        PlanError, match=rf"step\.json is of format {format}, and this version of DistCA reads format 5;"
     ):
         read_step(path)
 

@@ -20,6 +20,7 @@ from distca.testing.ranks import run_ranks
 from megatron_patches.steps.unlike_servers import (
     ServerSort,
     costs_by_sort,
+    gb_s_beside_others,
     in_words,
     linear_factors,
     pool_sorts,
@@ -98,6 +99,12 @@ def test_servers_are_slower_by_the_number_that_share_a_gpu() -> None:
     assert speeds_beside_others((), 2, []) == speeds_beside_others((), 2, [1, 1]) == ()
     assert speeds_beside_others((), 2, [2, 1]) == (1.0, 1.0, 0.5, 1.0)
     assert speeds_beside_others((0.5, 1.0, 1.0, 2.0), 2, [4, 2]) == (0.5, 1.0, 0.25, 1.0)
+
+
+def test_servers_on_one_gpu_share_its_network() -> None:
+    assert gb_s_beside_others(0.0, 50.0, []) == gb_s_beside_others(0.0, 50.0, [1, 1]) == ()
+    assert gb_s_beside_others(0.0, 50.0, [2, 1]) == (25.0, 50.0)
+    assert gb_s_beside_others(12.0, 50.0, [4, 1]) == (3.0, 12.0)
 
 
 def test_linear_layers_and_speeds_go_with_the_table(tmp_path: Path) -> None:

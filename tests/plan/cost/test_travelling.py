@@ -47,17 +47,19 @@ def test_a_task_takes_longer_by_the_bytes_of_its_rows() -> None:
 
 
 def test_servers_get_less_the_slower_their_network_is() -> None:
-    usual, slow, slowest = (served(replace(OPTIONS, server_gb_s=rate)).sum() for rate in (0.0, 10.0, 2.0))
+    usual, slow, slowest = (served(replace(OPTIONS, server_gb_s=rate)).sum() for rate in ((), (10.0,) * 8, (2.0,) * 8))
     assert usual > 1.2 * slow > 1.2 * 1.2 * slowest > 0
-    near = served(replace(OPTIONS, links=Links(), server_gb_s=2.0)).sum()
+    near = served(replace(OPTIONS, links=Links(), server_gb_s=(2.0,) * 8)).sum()
     assert near > usual
+    unlike = served(replace(OPTIONS, server_gb_s=(10.0,) * 4 + (2.0,) * 4))
+    assert unlike[:4].sum() > 1.2 * unlike[4:].sum()
 
 
 def test_where_attention_alone_is_levelled_travel_is_not_counted() -> None:
     pairs = replace(OPTIONS, non_attention=None)
-    assert np.array_equal(served(pairs), served(replace(pairs, server_gb_s=2.0)))
+    assert np.array_equal(served(pairs), served(replace(pairs, server_gb_s=(2.0,) * 8)))
 
 
 def test_a_rate_below_0_is_refused() -> None:
     with pytest.raises(PlanError, match="server_gb_s"):
-        replace(OPTIONS, server_gb_s=-1.0)
+        replace(OPTIONS, server_gb_s=(-1.0,) * 8)
