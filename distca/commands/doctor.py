@@ -129,7 +129,7 @@ def _operation_rows(head_dim: int, device: torch.device) -> list[tuple[str, str]
 
     from distca.ops.self_check import Widths, check_operations
 
-    found = check_operations(Widths(4096, 14336, *_HEADS, head_dim), torch.bfloat16, device)
+    found = check_operations(Widths(4096, 14336, *_HEADS, head_dim, experts=True), torch.bfloat16, device)
     wrong = [f"{operation} is refused, as {why}" for operation, why in found.items() if why]
     return [("fused operations in bf16", "; ".join(wrong) or f"{', '.join(found)}: right")]
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from distca.ops.output_loss import add_product
 from distca.ops.row_sums import row_dots
+from distca.ops.triton import has_kernels
 
 _HOPPER = (9, 0)
 """The compute capability of the GPUs for which torch's grouped product is used."""
@@ -72,6 +73,8 @@ class _GroupedLinear(torch.autograd.Function):
         (x_PI,) = ctx.saved_tensors
         d_PO, groups = d_PO.contiguous(), ctx.groups
         d_x = _products(d_PO, ctx.weights, groups, transposed=False) if ctx.needs_input_grad[0] else None
+        if ctx.into_main_grad and all(ctx.needs_input_grad[3:]) and _come_at_once(ctx.weights, x_PI):
+            return d_x, None, None, *_all_into_main_grads(ctx.weights, d_PO, x_PI, groups)
         parts = zip(
             ctx.weights, ctx.needs_input_grad[3:], d_PO.split(groups.rows), x_PI.split(groups.rows), strict=True
         )
@@ -142,11 +145,33 @@ def _into_main_grads(weights: Sequence[torch.Tensor]) -> Any:
     def add(weight: Any, d_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if len(rows):
             add_product(weight.main_grad, d_out.t(), rows)
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
-        return unread.view_as(weight)
+        return _note_added(weight, unread)
 
     return add
+
+
+def _note_added(weight: Any, unread: torch.Tensor) -> torch.Tensor:
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    return unread.view_as(weight)
+
+
+def _come_at_once(weights: Sequence[Any], x_PI: torch.Tensor) -> bool:
+    """Whether one kernel adds all experts' gradients to their ``main_grad``."""
+    if not (x_PI.is_cuda and is_grouped(x_PI, weights[0]) and has_kernels(x_PI, "expert gradients")):
+        return False
+    return weights[0].main_grad.dtype == torch.float32 and lie_evenly([weight.main_grad for weight in weights])
+
+
+def _all_into_main_grads(
+    weights: Sequence[Any], d_PO: torch.Tensor, x_PI: torch.Tensor, groups: Groups
+) -> list[torch.Tensor]:
+    """Does what :func:`_into_main_grads` says for all weights, of which ``main_grad`` lie evenly."""
+    from distca.ops.triton.expert_gradients import add_expert_gradients
+
+    add_expert_gradients(_together([weight.main_grad for weight in weights]), d_PO, x_PI, groups.ends_E)
+    unread = torch.empty_like(weights[0])
+    return [_note_added(weight, unread) for weight in weights]
 
 
 def _products(x_PI: torch.Tensor, weights: Sequence[torch.Tensor], groups: Groups, *, transposed: bool) -> torch.Tensor:
@@ -171,8 +196,12 @@ def lie_evenly(weights: Sequence[torch.Tensor]) -> bool:
     first, places = weights[0], [each.data_ptr() for each in weights]
     distance = places[1] - places[0] if len(places) > 1 else first.nbytes
     even = places == [places[0] + number * distance for number in range(len(places))]
-    alike = all(each.is_contiguous() and _memory(each) == _memory(first) for each in weights)
-    return even and alike and distance >= first.nbytes and distance % (_ALIGNED * first.element_size()) == 0
+    if not (even and distance >= first.nbytes and distance % (_ALIGNED * first.element_size()) == 0):
+        return False
+    memory = first.untyped_storage()
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+    # What lies within a storage's memory belongs to it.
+    return begin <= places[0] and places[-1] + first.nbytes <= end and all(each.is_contiguous() for each in weights)
 
 
 def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -184,11 +213,6 @@ def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     first = weights[0].detach()
     distance = weights[1].data_ptr() - first.data_ptr() if len(weights) > 1 else first.nbytes
     return first.as_strided((len(weights), *first.shape), (distance // first.element_size(), *first.stride()))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def is_grouped(x_PI: torch.Tensor, weight_OI: torch.Tensor) -> bool:

@@ -10,12 +10,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from distca.cluster.agreement import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
 from distca.ops.gate import SWIGLU, Gate
+from distca.ops.grouped_linear import Groups, grouped_linear
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
 from distca.ops.rotary import Rotation, split_and_rotate
@@ -48,6 +50,7 @@ class Widths:
         head_dim: elements per head.
         latent: columns of each further norm, as latent attention (MLA) has them.
         gate: the gate of experts.
+        experts: whether the model has experts.
     """
 
     hidden: int
@@ -57,6 +60,7 @@ class Widths:
     head_dim: int
     latent: tuple[int, ...] = ()
     gate: Gate = SWIGLU
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 def _operations(widths: Widths) -> dict[Operation, Callable[[Draw], Outputs]]:
     """The check of each operation: a function that runs it."""
-    return {
+    found: dict[Operation, Callable[[Draw], Outputs]] = {
         "rotation": lambda draw: _rotation(draw, widths),
         "SwiGLU": lambda draw: _swiglu(draw, widths.ffn) | _scaled_gate(draw, widths),
         "RMSNorm": lambda draw: _norms(draw, widths),
@@ -163,6 +167,9 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[Draw], Outputs]]:
         "row sums": lambda draw: _row_sums(draw, widths.head_dim),
         "expert sums": lambda draw: _expert_sums(draw, widths.hidden),
     }
+    if widths.experts:  # else no rank waits for its kernel to be compiled
+        found["expert gradients"] = _expert_gradients
+    return found
 
 
 def _rotation(draw: Draw, widths: Widths) -> Outputs:
@@ -246,3 +253,18 @@ def _expert_sums(draw: Draw, columns: int) -> Outputs:
     experts = 4
     pair_RK = torch.randperm(2 * _ROWS * experts, generator=draw.generator)[: _ROWS * experts].view(_ROWS, experts)
     return {"the sums": expert_sums(draw(_ROWS * experts, columns), pair_RK.to(draw.device))}
+
+
+def _expert_gradients(draw: Draw) -> Outputs:
+    """Products of four experts' weights, of which one has no rows, and gradients that are added to main gradients."""
+    rows, outputs, inputs = [_ROWS - 31, 0, 30, 1], 144, 272  # more than a block of the kernel, and parts of one
+    x, d_out = draw(_ROWS, inputs).requires_grad_(), draw(_ROWS, outputs)
+    weights, sums = draw(len(rows), outputs, inputs), draw.wide(len(rows), outputs, inputs)
+    experts: list[Any] = [each.requires_grad_() for each in weights.unbind()]
+    for weight, total in zip(experts, sums.unbind(), strict=True):
+        weight.main_grad = total
+    ends = torch.tensor(rows).cumsum(0).int().to(draw.device)
+    out = grouped_linear(x, experts, Groups(rows, ends), into_main_grad=True)
+    out.backward(d_out)
+    assert x.grad is not None
+    return {"the product": out, "the rows' gradient": x.grad, "the sums": sums.flatten(0, 1)}

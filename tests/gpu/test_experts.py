@@ -46,9 +46,12 @@ def _found(experts: Any, rows: list[int], compute: Callable[..., torch.Tensor]) 
     drawn = (torch.randn(*shape, generator=generator) for shape in ((count, hidden), (count,), (count, hidden)))
     # All types compute with the same numbers.
     x, probs, d_out = (each.bfloat16().to(weight.device, weight.dtype) for each in drawn)
-    for each in experts.parameters():
-        each.grad, each.grad_added_to_main_grad = None, False
-        each.main_grad = torch.zeros_like(each, dtype=torch.float32)
+    for name in ("linear_fc1", "linear_fc2"):
+        weights = [getattr(each, name).weight for each in experts.local_experts]
+        # Gradients lie as in Megatron's DDP, where one kernel adds those of all experts.
+        memory = torch.zeros(len(weights), *weights[0].shape, dtype=torch.float32, device=weight.device)
+        for each, place in zip(weights, memory, strict=True):
+            each.grad, each.grad_added_to_main_grad, each.main_grad = None, False, place
     out = compute(x.requires_grad_(), probs.requires_grad_())
     out.backward(d_out)
     found = {"output": out.detach(), "rows": x.grad, "probabilities": probs.grad}

@@ -1,5 +1,8 @@
 """Products of many experts' weights at once, held against one product after the other in float64."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -56,6 +59,29 @@ def test_gradients_are_added_to_main_gradients(rows):
     expected = one_after_the_other(x, weights, d_out, rows)[2:]
     assert all(weight.grad.shape == weight.shape and weight.grad_added_to_main_grad for weight in weights)
     assert max(error(w.main_grad, 1 + each) for w, each in zip(weights, expected, strict=True)) <= 3e-7
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_one_kernel_adds_all_gradients_that_lie_evenly(rows, monkeypatch):
+    x, weights, d_out, groups = drawn(rows, 16, 24, torch.float32)
+    memory = torch.ones(len(rows), 24 * 16 + 8)  # as beside another linear layer's
+    for weight, place in zip(weights, memory, strict=True):
+        weight.main_grad, weight.grad_added_to_main_grad = place[: 24 * 16].view(24, 16), False
+    launches = []
+
+    def kernel(sums_EOI, d_PO, x_PI, ends_E):
+        launches.append(ends_E)
+        for total, d, x_of in zip(sums_EOI, d_PO.split(rows), x_PI.split(rows), strict=True):
+            total += d.t() @ x_of
+
+    monkeypatch.setitem(sys.modules, "distca.ops.triton.expert_gradients", SimpleNamespace(add_expert_gradients=kernel))
+    monkeypatch.setattr(ops, "_come_at_once", lambda weights, x: ops.lie_evenly([each.main_grad for each in weights]))
+    grouped_linear(x, weights, groups, into_main_grad=True).backward(d_out)
+    expected = one_after_the_other(x, weights, d_out, rows)
+    assert len(launches) == 1 and error(x.grad, expected[1]) <= 3e-7
+    assert all(weight.grad.shape == weight.shape and weight.grad_added_to_main_grad for weight in weights)
+    assert max(error(w.main_grad, 1 + each) for w, each in zip(weights, expected[2:], strict=True)) <= 3e-7
+    assert bool((memory[:, 24 * 16 :] == 1).all())
 
 
 def test_frozen_weights_and_inputs_get_no_gradient():

@@ -12,7 +12,7 @@ from distca.ops.gate import SWIGLU, Gate
 from distca.ops.self_check import Widths, check_operations
 from distca.testing.ranks import run_ranks
 
-CPU, WIDTHS = torch.device("cpu"), Widths(96, 80, 4, 2, 24, (40,), Gate(1.702, 1.0, 7.0))
+CPU, WIDTHS = torch.device("cpu"), Widths(96, 80, 4, 2, 24, (40,), Gate(1.702, 1.0, 7.0), experts=True)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_right_operations_are_never_refused(dtype) -> None:
 _swiglu, _rms_norm, _rotate = self_check.swiglu, self_check.rms_norm, self_check.split_and_rotate
 _statistics, _gradient, _add = self_check.row_statistics, self_check.logits_to_gradient_, self_check.add_product
 _row_dots = self_check.row_dots
-_expert_sums = self_check.expert_sums
+_expert_sums, _grouped_linear = self_check.expert_sums, self_check.grouped_linear
 
 
 def _wrong(name):
@@ -71,6 +71,11 @@ def _wrong(name):
     def of_other_pairs(x, pairs):
         return _expert_sums(x, pairs if x.dtype == torch.float64 else pairs.roll(1))
 
+    def of_the_next_expert(x, weights, groups, into_main_grad):
+        return _grouped_linear(
+            x, weights if x.dtype == torch.float64 else weights[1:] + weights[:1], groups, into_main_grad
+        )
+
     def sums(a, b):
         return _row_dots(a, b) * (1.001 if a.dtype != torch.float64 else 1)
 
@@ -86,6 +91,7 @@ def _wrong(name):
         "SwiGLU without its limit": ("swiglu", without_limit),
         "row sums": ("row_dots", sums),
         "expert sums": ("expert_sums", of_other_pairs),
+        "expert gradients": ("grouped_linear", of_the_next_expert),
     }[name]
 
 
@@ -104,6 +110,7 @@ def _wrong(name):
         "SwiGLU without its limit",
         "row sums",
         "expert sums",
+        "expert gradients",
     ],
 )
 def test_wrong_operations_are_refused_with_a_warning(monkeypatch, caplog, name, dtype) -> None:

@@ -17,6 +17,7 @@ CASES = {
     "add_rms_norm": [(5, 96), (70, 48)],
     "chunk_gradients": [(16, 32), (64, 16)],
     "core_rows": [(0, 8), (1, 16), (2, 12)],
+    "expert_gradients": [(8, 16), (136, 264)],
     "expert_sums": [(5, 96), (3, 2100)],
     "row_dots": [(1, 64), (333, 96)],
     "swiglu": [(3, 96), (2, 5000)],
@@ -149,6 +150,24 @@ def _check_row_dots(rows, columns, dtype):
     row_dots(a, b, sums)
     exact, stock = (a.double() * b.double()).sum(-1), (a.float() * b.float()).sum(-1)
     assert relative_error(sums, exact) <= 2 * relative_error(stock, exact) + 1e-7
+
+
+def _check_expert_gradients(outputs, inputs, dtype):
+    """Experts with many rows, none, and one; a weight's place in memory is followed by another weight's."""
+    from distca.ops.triton.expert_gradients import add_expert_gradients
+
+    rows = [70, 0, 1, 9]
+    generator = torch.Generator().manual_seed(outputs)
+    x, d_out = (torch.randn(sum(rows), each, generator=generator).to(dtype) for each in (inputs, outputs))
+    memory = torch.randn(len(rows), outputs * inputs + 40, generator=generator)
+    sums, before = memory[:, : outputs * inputs].view(len(rows), outputs, inputs), memory.clone()
+    add_expert_gradients(sums, d_out, x, torch.tensor(rows).cumsum(0).int())
+    assert torch.equal(memory[:, outputs * inputs :], before[:, outputs * inputs :])
+    assert torch.equal(memory[1], before[1])
+    parts = zip(before, sums, d_out.split(rows), x.split(rows), strict=True)
+    for expert, (old, new, d, rows_of) in enumerate(parts):
+        exact = old[: outputs * inputs].view(outputs, inputs).double() + d.double().t() @ rows_of.double()
+        assert relative_error(new, exact) <= 3e-7, expert
 
 
 def _check_swiglu(rows, columns, dtype):

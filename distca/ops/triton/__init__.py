@@ -14,6 +14,7 @@ Operation = Literal[
     "weight gradients",
     "row sums",
     "expert sums",
+    "expert gradients",
     "convolution",
     "gradients within chunks",
 ]
