@@ -1,4 +1,4 @@
-"""Helpers for numpy arrays: sorting by several keys, merging, and listing the numbers of ranges."""
+"""Helpers for numpy arrays: sorting by several keys, merging, and making lists of indices."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ begin and end inside a weight. But checkpoints store rectangular parts of weight
 whole state on every rank. Here each rank splits its range into rectangular *boxes* and saves these.
 
 Example: elements [2, 9) of a 3 x 4 weight are three boxes: the end of row 0, all of row 1, and the beginning of row 2.
+In place of FP8 weights, checkpoints get the values that these weights would have without FP8.
 """
 
 from __future__ import annotations
@@ -136,8 +137,7 @@ def _own_part(
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
     """Returns this rank's boxes: ``result[number of the weight][name][number of the box]``.
 
-    A name is "param", or Adam's name of a moment. For loading the boxes have no data.
-    """
+    A name is "param", or Adam's name of a moment. For loading the boxes have no data."""
     described = _sharded_weights(model_state)
     part = {}
     for number, (weight, start, stop) in enumerate(_ranges(optimizer)):

@@ -1,4 +1,4 @@
-"""Refuses wrong values of ``model_options``, the settings of a model that Megatron's configuration has no field for."""
+"""Refuses wrong ``model_options`` (settings that Megatron's configuration lacks) and rotary settings without effect."""
 
 from __future__ import annotations
 
