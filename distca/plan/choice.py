@@ -4,8 +4,7 @@ A micro-batch is computed in one or two parts, the *nano-batches*. The transfers
 the other. A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear
 layers. A *server* is a rank that computes attention.
 
-- *together* (``place/shares.py``): ranks get about equal attention work, summed over both nano-batches. Each rank then
-  sends about equally many rows.
+- *together* (``place/shares.py``): ranks get about equal attention work, summed over both nano-batches.
 - *apart* (``place/by_nano_batch.py``): ranks get about equal attention work in each nano-batch. Fewer documents have
   rows in both nano-batches, so fewer keys are read twice.
 
@@ -27,14 +26,14 @@ from distca.plan.network import Links
 from distca.plan.plan import Plan
 
 _WORTH = 0.01
-"""If the placement together moves bytes, it must save this fraction of the time of the placement apart. A smaller gain
-is not worth the loss of precision: the gradient of a k,v row that both nano-batches read is rounded twice. Values from
-0 to 0.05 give about equal plans (benchmarks/results/planner.md)."""
+"""If the placement "together" moves bytes, it must save this fraction of the time of the placement "apart". A smaller
+gain is not worth the loss of precision: the gradient of a k,v row that both nano-batches read is rounded twice. Values
+from 0 to 0.05 give about equal plans (benchmarks/results/planner_constants.json)."""
 
 _FEWER_PIECES = 0.02
 """A placement that cuts fewer documents is taken if attention and waiting for transfers take longer by at most this
 fraction. Recurrent layers then have fewer pieces of documents to compute. With a shortened Qwen3.5-9B on two H200s,
-steps took 1 to 2 % less time; attention is 6 to 22 % of them
+steps took 1 to 2 % less time, of which attention takes 6 to 22 %
 (benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
 
 
@@ -68,10 +67,10 @@ class Price:
     bytes: int
 
     def beats(self, other: Price) -> bool:
-        """Returns whether the placement together, with this price, is better than apart, with the ``other`` price.
+        """Returns whether "together", with this price, is better than "apart", with the ``other`` price.
 
-        It is better if it moves no bytes and attention takes no longer. It is also better if ranks wait for transfers
-        apart, and together saves time (``_WORTH``) and moves no more bytes."""
+        It is better if it moves no bytes and attention takes no longer. If ranks wait for transfers in "apart", it is
+        also better if it saves time (``_WORTH``) and moves no more bytes."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
@@ -110,11 +109,11 @@ def cheaper(
     """Returns the layouts of the cheaper placement.
 
     Args:
-        by_nano_batch: makes the placement apart.
-        together: makes the placement together.
+        by_nano_batch: makes the placement "apart".
+        together: makes the placement "together".
         price: returns a placement's price.
-        whole: whether one rank can compute any document without clearly more work than other ranks. If True,
-            ``together`` is tried even if ranks wait for no transfer apart.
+        whole: whether no document has clearly more attention work than a rank's mean. If True, ``together`` is tried
+            even if ranks wait for no transfer in "apart".
     """
     apart = by_nano_batch()
     before = price(apart)

@@ -1,6 +1,6 @@
-"""Kinds of attention layers: which keys a query sees, and how scores become weights.
+"""Describes the kinds of attention layers: which keys a query sees, and how scores become weights.
 
-All layers of one kind share a plan, which says which rank computes attention of each row.
+All layers of one kind share a plan, which says which rank computes the attention of each token.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class AttentionKind:
     def __post_init__(self) -> None:
         if self.window < 0 or self.softcap < 0:
             raise PlanError(
-                f"A kind of attention has window {self.window} and softcap {self.softcap}; each must be 0, for none, "
-                "or more."
+                f"A kind of attention has window {self.window} and softcap {self.softcap}; each must be at least 0, "
+                "and 0 stands for none."
             )
 
     @property
@@ -54,7 +54,7 @@ def usual_scale(head_dim: int) -> float:
 
 
 def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[int, ...]:
-    """Returns each layer's number of keys that a query sees: ``window`` or, in a "full" layer, 0.
+    """Returns for each layer the number of keys that a query sees; 0 for all keys.
 
     Args:
         layer_types: "full" or "window" for each layer; the list is repeated if there are more layers.

@@ -67,7 +67,7 @@ def overlaps(
     ``document``, ``start`` and ``stop`` [N] are the ranges [start, stop). Returns three arrays with an element for each
     pair: index of the range, index of the shard, number of rows in common.
     """
-    # A range is paired with "count" shards, from index "low" on: first with all shards of its document.
+    # A range is paired with "count" shards, from index "low" on. At first these are all shards of its document.
     shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
     low = (np.cumsum(shards_of) - shards_of)[document]
     count = shards_of[document]

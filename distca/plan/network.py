@@ -5,7 +5,7 @@
 - server: a rank that computes attention.
 - task: a range of query rows of one document on one server.
 - shard: a range of a document's rows on one home.
-- gateway: of a node's servers that read a shard from a home on another node, the one that reads most rows.
+- gateway: of all servers of a node that read a shard from another node, the server that reads most of its rows.
 
 The home sends k and v to the gateway, which sends them on to the node's other servers. Example: home 0 on node A has a
 shard of rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8 gets 10 rows
@@ -25,8 +25,8 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _NVLINK = 360e9
-"""A rank sends this number of bytes per second inside a node while it receives as many. It was measured between H200s
-over NVLink (benchmarks/results/planner.md)."""
+"""A rank sends this number of bytes per second inside a node while it receives as many. Between H200s over NVLink,
+about 370e9 were measured for transfers of 64 MiB (benchmarks/results/README.md)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Links:
             )
 
     def nodes(self, ranks: int) -> np.ndarray:
-        """Returns [R] node of every rank."""
+        """Returns [ranks] the node of every rank."""
         return np.arange(ranks) // (self.ranks_per_node or ranks)
 
     def bytes_per_s(self, *, far: bool) -> float:
@@ -96,8 +96,8 @@ class Reads:
     def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
         """Returns which pieces come from home, and which come from a gateway.
 
-        A piece that is not ``straight`` must begin with the first row of its shard. A server may have at most one
-        piece of a shard that is not ``straight``. ``links`` None stands for one node.
+        A piece that is not ``straight`` must begin with the first row of its shard. Of each shard, a server may have at
+        most one piece that is not ``straight``. ``links`` None stands for one node.
 
         Returns:
             Three arrays of indices of pieces: pieces that come from home; pieces that come from a gateway; and for each
@@ -112,9 +112,9 @@ class Reads:
             far = far[~self.straight[far]]
         if not len(far):
             return slice(None), none, none
-        # Pieces of one shard on one other node are a "group". The piece with the most rows is sorted to the group's
-        # front, and is the gateway's. If several have the most rows, "turn" prefers another server for each home. With
-        # 4 ranks per node, home 2 prefers server 6, home 3 server 7, and home 0 server 4.
+        # Pieces of one shard that one other node reads are a "group". The piece with the most rows is sorted to the
+        # group's front, and is the gateway's. If several have the most rows, "turn" prefers another server for each
+        # home. With 4 ranks per node, home 2 prefers server 6, home 3 server 7, and home 0 server 4.
         rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
         turn = (self.server[far] - self.home[far]) % links.ranks_per_node
         order = order_by(group, rows.max() - rows, turn)

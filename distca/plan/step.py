@@ -30,9 +30,9 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""A document with more than this many times the mean attention work of a rank is too much for one rank. Its rows then
-travel in any placement (``whole`` of :func:`distca.plan.choice.cheaper`). Values from 1.01 to 1.2 give about equal
-plans (benchmarks/results/planner.md)."""
+"""If a document takes more than this many times the attention seconds of an average rank, it is not left to one rank.
+Its rows then travel in any placement (``whole`` of :func:`distca.plan.choice.cheaper`). Values from 1.01 to 1.2 give
+about equal plans (benchmarks/results/planner_constants.json)."""
 _LONGER = 1.02
 """If :func:`plan_step` moves documents between micro-batches, a micro-batch gets at most this factor times the tokens
 of the largest micro-batch that was given. If documents do not fit so, the limit is ``room``."""
@@ -109,9 +109,9 @@ class StepPlan:
         return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
-        """Returns the same step for a model whose layers all have the kinds ``options.combinations[number]``.
+        """Returns the same step for a model in which all layers of stage s have one kind of attention.
 
-        Such a *combination* has one kind of attention for each stage."""
+        It is kind ``options.combinations[number][s]``."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
         forward, backward = (
@@ -175,8 +175,8 @@ def plan_step(
     Args:
         lengths: for each micro-batch, tokens per document.
         options: how to plan.
-        homes: for each micro-batch, the home rank of every document, if documents must stay whole; None if they may
-            be on several ranks.
+        homes: for each micro-batch, the home rank of every document, if documents must stay whole on these ranks. None
+            if a document may be on several ranks.
         room: for each micro-batch, the most tokens. If given, documents may move to other micro-batches
             (``StepPlan.drawn``). With None, or if they do not fit into ``room``, no document moves.
 
@@ -227,8 +227,8 @@ def _laid_out(
 
     by_work = _by_work(options, lengths, laid, price)
     room = int(lengths.sum()) // options.ranks // options.align * options.align
-    # Recurrent layers take less time if documents are whole, but more rows of q, k and v travel. It was measured that
-    # this pays on one node, but not between nodes.
+    # If documents are whole, recurrent layers take less time, but more rows of q, k and v travel. Whole documents were
+    # measured to save time on one node, but not between nodes.
     one_node = not options.servers and len(set(options.links.nodes(options.homes))) == 1
     if not options.recurrent or options.ranks == 1 or not one_node or lengths.max(initial=0) > room:
         return by_work
@@ -243,7 +243,7 @@ def _by_work(
     by_nano_batch = partial(laid, placement="spread_by_nano_batch", cost=options.cost)
     if options.ranks == 1:
         return by_nano_batch()
-    # Servers without a model get rows from other ranks in any placement, so one placement is enough.
+    # Servers without a model get rows from other ranks in any placement, so no placement can avoid transfers.
     if options.ranks > SMALL_POOL or options.servers:
         return together()
     work = options.cost.per_direction("both", lengths, lengths)

@@ -1,9 +1,9 @@
-"""The order in which layers run two nano-batches, so that one computes while the other's rows travel.
+"""Runs layers on two nano-batches in an order in which one computes while the other's rows travel.
 
 A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). A layer is cut at its core attention: ``pre`` runs
-before, ``post`` after. Core attention, which is called *serve* here, may run on any rank: q, k and v are sent to this
-rank, and o is sent back. For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A *join* waits
-for a transfer:
+before, ``post`` after. Core attention, which is called *serve* here, may run on any rank: q, k and v are sent to that
+rank, and o is sent back. A *launch* starts a transfer, and a *join* waits for its end. For layer i, autograd nodes of
+nano-batches 0 and 1 are created in this order:
 
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
@@ -36,7 +36,7 @@ class SplitLayer(Protocol):
 
     @property
     def sink(self) -> torch.Tensor | None:
-        """[H] sinks: each head's learned score that joins the softmax without a value; None without sinks."""
+        """[H] sinks: for each head a learned score in the softmax that belongs to no key; None without sinks."""
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
@@ -106,8 +106,8 @@ def run_layers(
         hidden: for each nano-batch, the first layer's input. With one tensor there is only ping.
         routes: for each layer and nano-batch, the rows that this rank sends, receives and computes.
         pool: this rank's transport and attention kernel.
-        checkpoint: ``checkpoint(function, *tensors)`` must recompute ``function`` in backward. A ``function`` is
-            the first pre, or a post and the next layer's pre, or the last post. None recomputes nothing.
+        checkpoint: ``checkpoint(function, *tensors)`` must return ``function(*tensors)``, and recompute it in backward;
+            None if nothing is recomputed. A ``function`` is at most a layer's post and the next layer's pre.
 
     Returns:
         The output of each nano-batch.
@@ -140,7 +140,7 @@ class _Run:
     def first(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Runs the first layer's pre, and launches each nano-batch's first transfer.
 
-        Returns each nano-batch's *graph token*, a dummy scalar that links autograd's nodes."""
+        Returns each nano-batch's *graph token*: a dummy scalar that gives autograd an edge to the next node."""
         graph_tokens = []
         for nano, each in enumerate(hidden):
             with self._pool.timeline.compute("pre", 0, nano, "forward"):
@@ -183,7 +183,7 @@ class _Run:
     ) -> None:
         """Runs the nano-batches' posts in turns, as generators that pause while rows travel to experts or back.
 
-        Both generators pause equally often."""
+        The loop needs generators that pause equally often."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):
@@ -226,7 +226,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """Returns the keys and values of ping that pong's queries need too; None if there are none."""
+        """Returns the keys and values of ping's rows that pong's queries also read; None if there are none."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None

@@ -49,7 +49,7 @@ class RecurrentCall(LayerCall):
         routes: this rank's pieces, and the rows and summaries to send and receive.
         what: the recurrence's formula and shapes.
         nano: 0 for ping, 1 for pong.
-        before: in pong, the same layer's call for ping; None in ping.
+        before: in pong, the same layer's call for ping; in ping None.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class RecurrentCall(LayerCall):
         self._join("dstates", "backward")
 
     def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients of the convolution's kernel and bias, and of ``skip``; None for an absent one."""
+        """Returns the gradients of the convolution's weight and bias, and of ``skip``; None for an absent parameter."""
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
@@ -260,7 +260,7 @@ class RecurrentCall(LayerCall):
         return torch.cat((self._before._halo, self._halo))
 
     def _core_rows(self, differentiable: bool = False) -> CoreRows:
-        """Computes q, k and v by the convolution; with ``differentiable`` for :meth:`_convolution_backward`."""
+        """Computes q, k and v by the convolution; ``differentiable`` records it for :meth:`_convolution_backward`."""
         assert self._parameters is not None
         (mixed, g, beta), given = self._rows, self._parameters
         leaves = [each.detach() for each in (mixed, self._halo_rows(), given.kernel, given.bias) if each is not None]
@@ -356,7 +356,7 @@ class RecurrentCall(LayerCall):
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
                         reached = own.clone()  # a view would keep the whole receive tensor alive
-            # B of the document's last piece here arrives only if this rank has a piece in the other nano-batch.
+            # B of the last link arrives only if this rank has a piece of the document in the other nano-batch.
             if reached is not None and links[-1].state >= 0:
                 goes_on[document] = reached
         return found, goes_on

@@ -1,7 +1,7 @@
 """Reads and sets a weight's optimizer state in float32, with torch's Adam or Transformer Engine's.
 
 The state is the float32 weight and Adam's two moments. Transformer Engine's Adam may store moments as scaled numbers of
-a smaller type, and of a float32 weight only the lower 16 bits. The upper 16 bits are then the model's bfloat16 weight.
+a smaller type. Of a float32 weight it may store only the lower 16 bits, beside the bfloat16 weight (:func:`split`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the weight as "param" and its moments by Adam's names, all in float32. Some may be Adam's own tensors."""
+    """Returns the weight under "param" and its moments under Adam's names, in float32. Some are not copies."""
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
         if name == _WHOLE and held.dtype == torch.int16:
@@ -47,7 +47,7 @@ def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) -> None:
-    """Sets one moment, or the weight: both ``weight`` itself and Adam's float32 copy, if there is one.
+    """Sets one moment, or the weight in both places: ``weight`` itself, and Adam's float32 copy, if there is one.
 
     Args:
         adam: the optimizer, which must have a state for the weight.

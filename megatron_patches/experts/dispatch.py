@@ -1,9 +1,9 @@
-"""The indices for sending rows to their experts' ranks, for sorting them by expert there, and for summing results.
+"""Makes the indices with which rows are sent to their experts' ranks, sorted by expert there, and their results summed.
 
-A layer's experts are divided over the expert-parallel ranks, and a router chose K experts for each row. A row is sent
-once to each rank that has any of its experts. There the row makes a *pair* with each of its experts on that rank, and
-the sum of these pairs' outputs is sent back. If nearly all rows would go to all ranks, every row is sent to every rank
-(``goes_everywhere``). Otherwise the host waits until the device has counted the rows to send.
+A layer's experts are divided over the expert-parallel ranks, and a router chose K experts for each row (a token's
+hidden vector). A row is sent once to each rank that has any of its experts. There the row makes a *pair* with each of
+its experts on that rank, and the sum of these pairs' outputs is sent back. If nearly all rows would go to all ranks,
+every row is sent to every rank. In other cases the host first waits until the device has counted the rows to send.
 
 Shape suffixes: N rows of this rank, G expert-parallel ranks, E experts, K experts of a row, H hidden, P pairs of this
 rank. R rows arrive from all ranks. S rows are sent by this rank; a row that goes to two ranks counts twice.
@@ -43,12 +43,10 @@ class Dispatch:
     """The indices for one call of a layer with experts; :meth:`of` makes them.
 
     Args:
-        expert_NK: int32 numbers of each row's experts.
-        experts: E.
         group: the expert-parallel ranks. Rank 0 has the first E / G experts, rank 1 the next, and so on.
-        question: a copy of counts to the host. Line r says how many rows of rank r go to each expert, and with
-            ``goes_NG`` also how many go to each rank.
-        counts_GE: how many rows of each rank go to each expert, on the device.
+        question: a copy to the host of [G, E] numbers of rows that each rank has for each expert. With ``goes_NG`` it
+            is [G, E + G]: numbers of rows that each rank sends to each rank follow.
+        counts_GE: the [G, E] numbers, on the device.
         rows_G: each rank's number of rows.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
         last_first: whether this rank computes its experts in reverse order (``grouped.py`` has the reason).
@@ -125,7 +123,7 @@ class Dispatch:
         return self._pairs is not None
 
     def arrive(self, expert_RK: torch.Tensor) -> None:
-        """Sorts the arrived rows by expert; ``expert_RK`` are int32 numbers among all E experts."""
+        """Sorts the arrived rows by expert; ``expert_RK`` are their experts' int32 numbers, from 0 to E - 1."""
         here = self._experts_here
         own = slice(self._me * here, (self._me + 1) * here)
         rows, counts_E = self._question.read()[:, own].sum(0).tolist(), self._counts_GE[:, own].sum(0)

@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
-    Megatron's loop runs instead if grouped products would not do the same, for example if an expert has hooks.
+    Megatron's loop runs instead if grouped products would compute something else, for example if an expert has hooks.
     ``groups`` has the number of pairs of each expert.
     """
     pairs = _linears(experts)
@@ -50,8 +50,8 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 def lie_last_first(experts: SequentialMLP) -> bool:
     """Whether the experts' weights lie in memory in reverse order, at equal distances.
 
-    Megatron's DDP with a distributed optimizer lays them so. A grouped product would copy all weights if its rows were
-    not in the same order of experts.
+    Megatron's DDP with a distributed optimizer lays them so. A grouped product would copy all weights if its pairs were
+    sorted in another order of experts than the weights lie.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):

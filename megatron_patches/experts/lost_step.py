@@ -1,7 +1,7 @@
 """Undoes a step's changes to the routers of a model with experts, before ``distca.CAD`` repeats the step.
 
 A step is repeated if a rank that computes attention for the model's ranks is lost. The repeated step sets gradients to
-zero, but would keep what the lost step added to routers' biases and counts of rows.
+zero, but would keep what the lost step added to routers' buffers: counts of the rows that experts got.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def import_folder(
     target: Path,
     advance: Callable[[int], object],
 ) -> None:
-    """Writes a folder's weights as a checkpoint of Megatron-Core. All weights are in this process's memory.
+    """Writes a folder's weights as a checkpoint of Megatron-Core. All weights must fit into this process's memory.
 
     Args:
         files: the folder's tensors, whose ``check`` has passed.

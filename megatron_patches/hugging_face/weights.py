@@ -34,7 +34,7 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""The name of a router's bias ends so. The router adds this bias to experts' scores before it chooses experts."""
+"""The end of the name of a router's bias, which is added to experts' scores before experts are chosen."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:
@@ -81,7 +81,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
             return _gate_up(tuple(f"{place}{part}.weight" for part in parts.shared_gate_up), shared, gated=True)
         if name == "mlp.shared_experts.gate_weight":
             return Whole((f"{place}{parts.shared_gate}.weight",))
-        assert name == "mlp.shared_experts.linear_fc2.weight", f"{parameter} is of no shared expert that is supported"
+        assert name == "mlp.shared_experts.linear_fc2.weight", f"{parameter} belongs to no supported shared expert"
         return Columns((f"{place}{parts.shared_down}.weight",), shared)
     if name.startswith("mlp.router."):
         return Whole((f"{place}{stored.experts.router}.{kind}",))
@@ -99,7 +99,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 
 
 def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
-    """Returns the slot of a projection or norm of latent attention's queries, keys or values, else None."""
+    """Returns the slot of a projection or norm of multi-latent attention; None for another parameter."""
     names, latent = model.weights.latent, model.latent
     of_heads = {
         "linear_q_proj": (names.query, model.head_dim),
@@ -147,7 +147,7 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
         return place + stored.name(part)
 
     if name == "in_proj.weight":
-        # Megatron's projection has several parts. The folder's first tensor has the first ``count`` parts, and so on.
+        # Megatron's one projection has several parts. Each tensor of the folder has the next ``count`` of them.
         rows = iter(hybrid.projected(mixer))
         parts = tuple(tuple(islice(rows, count)) for _, count in stored.projections)
         names = tuple(whole_name(f"{each}.weight") for each, _ in stored.projections)
@@ -186,7 +186,7 @@ def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Paramete
 
 
 def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
-    """Yields each router's bias on experts' scores, with the bias's slot. These buffers are not among :func:`slots`."""
+    """Yields each router's bias on experts' scores, with the bias's slot. :func:`slots` has no buffers."""
     for name, buffer in gpt.named_buffers():
         if name.endswith(_CHOICE_BIAS):
             layer = gpt.decoder.layers[int(name.split(".")[2])].layer_number - 1

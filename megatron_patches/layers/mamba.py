@@ -1,7 +1,7 @@
 """A layer of Mamba-2 that is cut at its *core*, the convolution and the scan.
 
-This project's kernels compute the core, and Megatron's mixer gives the parameters and projections. The mixer's
-constructor refuses to run without packages of CUDA kernels, although nothing here calls these kernels.
+``distca.recurrent`` computes the core, and Megatron's mixer has the parameters and projections. The mixer's constructor
+refuses to run without the packages mamba_ssm and einops, although nothing here calls them.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution, H heads, V elements of an
 output head.
@@ -60,7 +60,7 @@ class GroupedGatedNorm(torch.nn.Module):
 
 
 class OwnMambaMixer(MambaMixer):
-    """Megatron's mixer, built without its CUDA packages. :class:`SplitMambaLayer` calls its projections and norm."""
+    """Megatron's mixer without mamba_ssm and einops. :class:`SplitMambaLayer` calls its projections and norm."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with (
@@ -72,7 +72,7 @@ class OwnMambaMixer(MambaMixer):
             super().__init__(*arguments, **named)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        raise SupportError("A Mamba mixer was called by itself: run its layer in a model that CAD attached.")
+        raise SupportError("A Mamba mixer was called by itself: run its layer in a model from distca.CAD.attach.")
 
 
 class SplitMambaLayer(SplitLayerParts, MambaLayer):
@@ -128,8 +128,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """Returns the residual plus the mixer's output."""
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        raise SupportError("A Mamba layer was called by itself: run it in a model that CAD attached.")
+        raise SupportError("A Mamba layer was called by itself: run it in a model from distca.CAD.attach.")

@@ -1,8 +1,8 @@
 """Reads from Megatron's configuration what each layer's attention or recurrence computes.
 
-A *kind* of attention has a scale and a soft limit of scores, a window of keys, and perhaps *sinks*: each head's learned
-score that joins the softmax without a value. A *recurrence* is the gated delta rule or Mamba-2's scan, which some
-layers have in place of softmax attention.
+A *kind* of attention has a scale and a softcap of scores, a window of keys, and perhaps *sinks*: for each head a
+learned score in the softmax that belongs to no key. A *recurrence* is the gated delta rule or Mamba-2's scan, which
+some layers have in place of softmax attention.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class LayerKinds:
         return LayerKinds(*numbered(kinds), recurrences if any(recurrences) else ())
 
     def of_stages(self, stages: int) -> tuple[tuple[int, ...], ...]:
-        """Returns ``of_layer`` as one tuple for each pipeline stage."""
+        """Returns ``of_layer``, cut into one tuple for each pipeline stage."""
         return by_stage(self.of_layer, stages)
 
 
 def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float = 0.0) -> AttentionKind:
     """Returns the kind of attention of one layer.
 
-    ``layer_number`` is counted from 1. Scores become ``softcap`` · tanh(score / ``softcap``), unless it is 0.
+    ``layer_number`` is counted from 1. ``softcap`` is as in :meth:`LayerKinds.of`.
 
     Raises:
         SupportError: ``window_size`` or ``window_attn_skip_freq`` has a wrong form.

@@ -1,8 +1,8 @@
 """Reads from Megatron's configuration which layers are recurrent, and what a recurrent layer computes.
 
-A recurrent layer has the gated delta rule or Mamba-2's scan in place of softmax attention. A GPTModel has such layers
-if ``experimental_attention_variant`` is "gated_delta_net"; ``linear_attention_freq`` says where. ``pattern.py`` reads
-the pattern of a HybridModel's layers.
+A recurrent layer has the gated delta rule or Mamba-2's scan in place of softmax attention. A GPTModel has layers with
+the gated delta rule if ``experimental_attention_variant`` is "gated_delta_net"; ``linear_attention_freq`` says where.
+For a HybridModel, ``pattern.py`` says which layers are recurrent.
 """
 
 from __future__ import annotations

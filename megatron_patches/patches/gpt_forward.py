@@ -1,7 +1,7 @@
-"""The forward that ``CAD.attach`` gives to a model, and functions that change the model's logits and embeddings.
+"""Defines the forward that ``distca.CAD.attach`` gives to a model, and functions that change logits and embeddings.
 
 The new forward takes a micro-batch object (``steps/batch_context.py``) in place of the attention mask. It can return
-the sum of losses or the labels' log-probabilities; for these it computes logits for some rows at a time.
+the sum of losses or the labels' log-probabilities. It then computes logits for some rows at a time, to save memory.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class PatchedForward(LanguageModule):
             example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
 
         Raises:
-            SupportError: an argument is missing or has the wrong class; or ``summed_loss`` or ``log_probabilities`` is
-                set for a model whose output layer or loss the user changed.
+            SupportError: an argument is missing or has the wrong class; ``summed_loss`` and ``log_probabilities`` are
+                both set; or one is set for a model whose output layer or loss the user changed.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
@@ -76,7 +76,7 @@ class PatchedForward(LanguageModule):
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both, or leave summed_loss out.")
         if log_probabilities and (summed_loss or kwargs.get("labels") is None):
-            raise SupportError("log_probabilities needs labels, and no summed_loss beside it; pass the batch's labels.")
+            raise SupportError("log_probabilities needs labels and no summed_loss; pass the batch's labels.")
         if (summed_loss or log_probabilities) and (own := _own_output(self)):
             raise SupportError(
                 f"The model has {own}, which summed_loss and log_probabilities would ignore: leave both arguments out; "
@@ -130,7 +130,7 @@ class PatchedGPT(PatchedForward, GPTModel):
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        # For latent attention Megatron's second item is None, but this project's layers need RoPE's angles there.
+        # For multi-latent attention Megatron's second item is None, but this project's layers need RoPE's angles there.
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -172,7 +172,7 @@ def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | 
 
 
 def _own_output(model: PatchedForward) -> str:
-    """Returns the user's change of the output layer or loss in words; "" without a change."""
+    """Returns the words for a user's change of the output layer or loss; "" without a change."""
     classes = type(model).__mro__
     base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]
     for name in ("_postprocess", "compute_language_model_loss"):
@@ -187,7 +187,7 @@ def _own_output(model: PatchedForward) -> str:
 def megatrons_class(model: Any) -> type[LanguageModule]:
     """Returns GPTModel or HybridModel, from which the model's class derives."""
     names = ("GPTModel", "HybridModel")
-    # The MRO is searched from its end, because patch_forward's class may have the name and module of Megatron's.
+    # The MRO is searched from its end, because patch_forward's class may have a Megatron class's name and module.
     classes = reversed(type(model).__mro__)
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 
@@ -205,7 +205,7 @@ def check_unwrapped(model: PatchedForward) -> None:
     """Raises SupportError for a model that was wrapped in Megatron's DistributedDataParallel before."""
     if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
         raise SupportError(
-            "The model is in a DistributedDataParallel already, and a second one would also hook its weights: call "
+            "The model is in a DistributedDataParallel already, and a second one would hook its weights too: call "
             "CAD.data_parallel once."
         )
 
@@ -236,7 +236,7 @@ def _transform_logits(
 
 
 def scale_embeddings(model: LanguageModule, scale: float) -> None:
-    """Makes the model multiply its embeddings by ``scale``, rounded to the embeddings' type."""
+    """Makes the model multiply its embeddings by ``scale``, which is first rounded to the embeddings' dtype."""
     if model.pre_process and scale != 1.0:
         model.embedding.register_forward_hook(partial(_scaled, scale))
 

@@ -80,7 +80,7 @@ class LayerNorm(torch.nn.LayerNorm):
         return torch.nn.functional.layer_norm(x.to(factors.dtype), x.shape[-1:], factors, bias, self.eps).to(x.dtype)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes ``x`` normalised into ``out``. Callers must disable autograd."""
+        """Writes ``x`` normalised into ``out``. The caller must disable autograd."""
         out.copy_(self.forward(x))
 
 

@@ -18,7 +18,7 @@ from distca.models.rope import RopeScaling
 
 
 class PositionRotary(torch.nn.Module):
-    """A rotary embedding that returns the angles of the rows of the last :meth:`set_positions`.
+    """A rotary embedding that returns the angles for the positions last given to :meth:`set_positions`.
 
     RoPE rotates pairs of a head's elements by an angle: the row's position times the pair's frequency.
 
@@ -27,8 +27,7 @@ class PositionRotary(torch.nn.Module):
         interpolation: number by which positions are divided, or None.
         by_length: if given, a function that returns the frequencies [rows, pairs], in place of ``inv_freq``. Its
             argument is the length of each row's document, [rows].
-        interleaved: whether the two elements of a pair are neighbours. If not, a pair's elements have the same place in
-            the two halves of the head.
+        interleaved: whether the two elements of a pair are neighbours. If not, pair i has elements i and i + pairs.
     """
 
     def __init__(
@@ -49,8 +48,7 @@ class PositionRotary(torch.nn.Module):
     def of(dims: int, base: float, scaling: RopeScaling, *, interleaved: bool = False) -> PositionRotary:
         """Returns the embedding for the first ``dims`` dimensions of a head.
 
-        ``scaling`` changes frequencies for long contexts. If it also has a factor on cosines and sines, the factor is
-        not applied here."""
+        Only the frequencies of ``scaling`` are applied, not its factor on cosines and sines."""
         by_length = partial(frequencies_by_length, dims, base, scaling) if scaling.by_length else None
         return PositionRotary(inverse_frequencies(dims, base, scaling), by_length=by_length, interleaved=interleaved)
 
@@ -95,7 +93,7 @@ class PositionRotary(torch.nn.Module):
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
-    """Replaces a model's rotary embedding, if any, by a :class:`PositionRotary` with equal frequencies; returns it."""
+    """Replaces and returns a model's rotary embedding, if any: a :class:`PositionRotary` with equal frequencies."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
         return None

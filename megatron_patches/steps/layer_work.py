@@ -23,8 +23,8 @@ def layer_works(config: TransformerConfig, pattern: str, recompute_segments: boo
 
     Args:
         pattern: the layers of a HybridModel, a letter for each layer and "|" between stages; empty for a GPTModel.
-        recompute_segments: whether backward recomputes everything but core attention. With False it recomputes the
-            MLPs if ``config.recompute_granularity`` is set.
+        recompute_segments: whether backward recomputes everything but core attention. If False, backward recomputes
+            MLPs and experts if ``config.recompute_granularity`` is set, and else nothing.
     """
     units = units_of(config, pattern)
     if pattern:

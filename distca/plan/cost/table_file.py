@@ -106,8 +106,8 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value
     content = _read(Path(path))
     if window := content.get("window", 0):
         raise PlanError(
-            f"The cost table {path} was measured for layers with a window of {window:,}, but this setting names the "
-            f"table of layers without a window; put the file into {TABLES}, where tables of windows are looked for."
+            f"The cost table {path} was measured for layers with a window of {window:,}, but this setting is for "
+            f"the table of layers without a window; put the file into {TABLES}, where tables of windows are looked for."
         )
     own = (content["heads"], content["kv_heads"], content["head_dim"], content.get("value_dim", 0))
     if own[2:] != (head_dim, value_dim) or own[0] * kv_heads != own[1] * heads:
@@ -127,7 +127,7 @@ def load_table(path: str | Path) -> TableCost:
     """Returns the measured costs in a file, for the number of heads with which they were measured.
 
     - The file must have heads, kv_heads, head_dim, q_rows [Q], kv_rows [V], forward_seconds and backward_seconds
-      [Q][V]. Seconds are those by which a task makes a kernel's call with many tasks longer; null if unknown.
+      [Q][V]. Seconds [i][j] are what a task of q_rows[i] and kv_rows[j] adds to a call with others; null if unknown.
     - It may have block, value_dim, value_bytes and window.
     - It may have load_factors, with kv_rows, forward and backward, [L] each (:class:`LoadFactors`).
     - It may have linear, with hidden, ffn, forward_s_per_token, backward_s_per_token and fp8 (:class:`LinearRate`).

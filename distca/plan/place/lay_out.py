@@ -5,7 +5,7 @@ ping and pong: the transfers of one run during the computation of the other. If 
 rows are in ping and its last rows in pong. ``step.py`` calls :func:`lay_out`.
 
 Array legend: D documents of the micro-batch, R ranks. Arrays are int64. A *shard* is a range of one document on one
-rank. A *stream* is ranges of documents, in the order in which they are laid on ranks.
+rank.
 """
 
 from __future__ import annotations
@@ -63,23 +63,22 @@ def lay_out(
         align: the rows of all ranks but the last are multiples of this, so that tensor-parallel ranks can split them.
         dealing: how documents are dealt to two nano-batches. "in_order": the first documents go to ping. "even": ping
             and pong get about equal attention work. "lean": like "even", but with the placement "spread" a document on
-            several ranks may be in pong alone. Unless the placement is "spread", ping may get up to 1/32 more tokens,
-            so that pong does not get only few rows of a document.
+            several ranks may be in pong alone. For any dealing: unless the placement is "spread", ping may get up to
+            1/32 more tokens, so that pong does not get only few rows of a document.
         placement: which tokens are on which rank. "in_order": one document after the other, cut where a rank is full.
             "spread": ranks get about equal attention work, summed over ping and pong. "spread_by_nano_batch": ranks get
             about equal attention work in each nano-batch; also used in place of "spread" if ``home_rows.py`` finds no
             room for a document. "whole": only documents for which no rank has room are cut.
         cost: gives the seconds of attention, which "spread", "spread_by_nano_batch" and "whole" balance. With None they
             balance the number of query-key pairs.
-        ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 if all ranks share one
-            node.
+        ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one. "spread" deals documents to
+            nodes, and then to the ranks of each node.
 
     Returns:
         One layout per nano-batch.
 
     Raises:
-        PlanError: an argument is out of its range, or with "whole" a document is longer than each rank's part of all
-            tokens.
+        PlanError: an argument is out of its range; or with "whole", no rank has room for a document.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
     _check(length, ranks, nano_batches, rank_of, align, dealing, placement)
@@ -114,7 +113,7 @@ def _check(
     if nano_batches not in (1, 2):
         raise PlanError(f"A micro-batch is cut into 1 or 2 nano-batches, not {nano_batches}.")
     if align < 1:
-        raise PlanError(f"align is {align}; rows per rank can only be multiples of 1 or more.")
+        raise PlanError(f"align is {align} and must be at least 1.")
     if dealing not in get_args(Dealing):
         raise PlanError(f"dealing is {dealing!r}; choose one of {', '.join(get_args(Dealing))}.")
     if placement not in get_args(Placement):
@@ -151,7 +150,7 @@ def _place_nano_batches(
         if cost is None or not bounds[-1]:
             placed.append(_cut_at_ranks(stream, bounds))
             continue
-        # Pong is placed backwards, or the same rank would read most keys in ping and in pong.
+        # Pong is placed from the last rank to the first. Otherwise one rank would read most keys in ping and in pong.
         found, rank = spread(stream, np.diff(bounds), cost, backwards=len(placed) == 1)
         goes_on = np.zeros(len(length), bool)
         goes_on[stream.document] = stream.stop < length[stream.document]
@@ -174,7 +173,7 @@ def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
 
 
 def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Lays a stream end to end on ranks, and cuts it at ``bounds``; returns shards, and [R] rows per rank."""
+    """Lays ranges end to end on ranks, and cuts them at ``bounds``; returns shards, and [R] rows per rank."""
     placed, rank = laid_end_to_end(stream, np.diff(bounds))
     own = placed.stop - placed.start
     row = np.cumsum(own) - own - bounds[rank]
@@ -187,7 +186,7 @@ def _in_shares(
 ) -> list[tuple[Shards, np.ndarray]] | None:
     """Places documents by their work in ping and pong together, as "spread" does.
 
-    Returns the shards and the [R] rows per rank of each nano-batch; None if there is no room for a document."""
+    Returns for each nano-batch the shards, and [R] rows per rank; None if no room is found for a document."""
     if not len(length):
         return None
     total = int(length.sum())

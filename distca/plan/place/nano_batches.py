@@ -1,10 +1,10 @@
 """Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch, before documents are placed on ranks.
 
 The transfers of one nano-batch run during the computation of the other, so both get about equally many tokens.
-``lay_out.py`` puts documents in an order and lays them end to end. The tokens before a *cut* are ping's, and the tokens
-behind it are pong's.
+Documents are put in an order and laid end to end. The tokens before a *cut* are ping's, and the tokens behind it are
+pong's.
 
-Array legend: D documents, N ranges, R ranks. ``benchmarks/planner_constants.py`` tries other values.
+Array legend: D documents, N ranges, R ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
-"""How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean": both get
-about equal attention work (:func:`dealt_evenly`). "lean" differs only with the placement "spread" of ``lay_out.py``."""
+"""How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even": both get about equal
+attention work. "lean": like "even", but see :func:`distca.plan.place.lay_out.lay_out`."""
 _DEALT_ONE_BY_ONE = 64
 """:func:`dealt_evenly` deals this many of the longest documents one by one, and shorter documents in turns. With 8
-instead, attention on the slowest rank takes 0.1 % longer."""
+instead, attention on the slowest rank takes 0.1 % longer (``benchmarks/planner_constants.py``)."""
 _SHORT_TAIL = 1 / 32
-"""If a document's rows behind the cut are at most this part of its other rows, the cut moves to the document's end. The
-cut stays if ping's tokens would grow by more than this part."""
+"""If a document has 3,200 rows before the cut and at most 100 behind it, the cut moves to the document's end. The cut
+stays if ping's tokens would grow by more than this fraction."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit
     """Returns the token at which to cut ``documents``, laid end to end: usually ``cut`` itself.
 
     If a document has only few rows behind ``cut``, the cut moves to the document's end, rounded up to a multiple of
-    ``unit``. Otherwise a rank would need all keys and values of the document for few queries in pong."""
+    ``unit``. If the cut did not move, a rank would need all the document's keys and values for few queries in pong."""
     ends = np.cumsum(length[documents])
     at = int(np.searchsorted(ends, cut))
     if at == len(ends):
@@ -95,11 +95,10 @@ def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut
 
 
 def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) -> np.ndarray:
-    """Returns ``documents`` in an order that gives ping and pong equal tokens and about equal attention work.
+    """Returns ``documents`` in an order in which the first half of the tokens has about half of the attention work.
 
     The longest documents go one by one to the nano-batch with less work so far. Shorter documents go in turns to ping,
-    pong, pong and ping. Ping's documents come first, then pong's. The shortest documents of ping and of pong are in the
-    middle, where the order is cut.
+    pong, pong and ping. Ping's documents come first, then pong's. The shortest documents of both are in the middle.
 
     Args:
         length: [D] tokens of all documents.
@@ -117,7 +116,7 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     difference = abs(int(length[ping].sum()) - int(length[pong].sum()))
 
     # The cut is at most "difference" tokens away from the border between ping's and pong's documents. So on either side
-    # of the border there are short documents, with at least so many tokens together.
+    # of the border there are short documents, with at least "difference" tokens together.
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), difference)) + 1

@@ -4,8 +4,8 @@ A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is 
 in one nano-batch. It turns the recurrent state S before the piece into A·S + B. A is the piece's *transition*, and B is
 its *own state*. Both together are its *summary*.
 
-A rank receives the summaries of all pieces that come before its own pieces in a document, and computes the states
-before its own pieces. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
+A rank receives the summaries of a document's pieces that come before its own, and computes the states before its own
+pieces. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
 
 - Rank 0 sends B0 to ranks 1 and 2. Rank 1 sends A1 and B1 to rank 2.
 - The state before piece 1 is B0. The state before piece 2 is A1·B0 + B1.
@@ -32,8 +32,8 @@ class Link:
     """A piece, as one rank sees it.
 
     Attributes:
-        piece: index of the piece among this rank's pieces of the nano-batch. It is -1 for pieces of other ranks, and
-            for the first piece of a document.
+        piece: index of the piece among this rank's pieces of the nano-batch, if the rank computes the state before it.
+            Else -1: for pieces of other ranks or the other nano-batch, and for the first piece of a document.
         state: index of B among the own states that this rank receives; -1 if it does not receive B.
         transition: index of A among the transitions that this rank receives; -1 if it does not receive A.
     """
@@ -52,8 +52,8 @@ class ChainRoute:
         sends_transition: indices of this rank's pieces whose transition is sent, in the order of the sent tensor.
         states: the transfer of own states, each as one row.
         transitions: the transfer of transitions, each as one row.
-        chains: for each document of which this rank computes a state, the document's index, and links for its pieces in
-            order.
+        chains: for each document of which this rank computes a state, the document's index, and links for the pieces
+            that this takes, in order.
     """
 
     sends_state: np.ndarray
@@ -94,7 +94,7 @@ class ChainReads:
         return ChainReads(order, pieces.shards.document[order], home, first, last, *_readers(first, home, pieces.ranks))
 
     def sent(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays of indices, of the pieces in ``some`` [P] whose own state or transition is sent."""
+        """Returns indices of the pieces in ``some`` [P] whose own state is sent, and of those whose transition is."""
         return np.flatnonzero(some & ~self.last), np.flatnonzero(some & ~self.last & ~self.first)
 
 
@@ -148,7 +148,7 @@ def _exchange(
 ) -> tuple[RowExchange, dict[int, int]]:
     """Plans a transfer in which each piece of ``sent`` sends one row to the ranks that read it.
 
-    Returns the part of ``rank``, and a dict from a piece to its row among the rows that ``rank`` receives."""
+    Returns the part of ``rank`` in it, and a dict from a piece to its row among the rows that ``rank`` receives."""
     # "source" is the row of each sent piece in the sender's tensor; -1 for other pieces.
     source = np.full(len(home), -1)
     source[sent] = numbered(home[sent])

@@ -5,10 +5,10 @@
 - slot: a 64-bit word in a rank's memory. To signal, a peer writes an exchange's number into the slot.
 - "arrived": with this signal a sender says that the exchange's rows are in the receive buffer.
 - "consumed": with this signal a receiver says that it has copied the exchange's rows out of the receive buffer.
-- room: a peer has room for new rows when it has consumed the rows that the new ones overwrite.
+- room: a peer has room for new rows when it has consumed the old rows in the same place of its receive buffer.
 
 Copy engines make large transfers, and take no multiprocessors from compute. A kernel writes small or scattered rows.
-Copy engines and the kernel have a side stream each, with these steps:
+Writes by copy engines and writes by the kernel have a side stream each, with these steps:
 
     wait until the peers have room · write to one peer after the other · signal "arrived" to all of them
 """
@@ -33,17 +33,18 @@ from distca.transport.nvshmem.interface import Put
 class CopyPolicy:
     """Limits by which a rank chooses between copy engines and kernels.
 
-    Measured on H200: up to about 16 MiB to a peer, a kernel is as fast as copy engines
-    (benchmarks/results/transport_ways.json). Kernels take multiprocessors from compute, so the limit is 8 MiB.
+    ``push_below_bytes`` was measured on H200: up to about 16 MiB to a peer, a kernel is as fast as copy engines
+    (benchmarks/results/transport_ways.json). Kernels take multiprocessors from compute, so 8 MiB were chosen.
 
     Attributes:
         push_below_bytes: a kernel writes the rows for a peer if they have fewer bytes than this in all.
-        push_below_bytes_per_range: a kernel also writes them if their contiguous ranges have fewer bytes on average.
+        push_below_bytes_per_range: a kernel also writes them if their ranges have fewer bytes than this on average.
         push_blocks: the largest number of the kernel's thread blocks. 32, 64 and 96 were measured.
-        signal_after_bytes: the stream of copy engines signals when it has copied so many bytes. Copy engines are idle
-            for a while when their stream signals.
+        signal_after_bytes: the stream of copy engines signals "arrived" after at least this many bytes, and at the end.
+            Copy engines are idle for a while when their stream signals.
         keep_from_bytes: a kernel copies rows that stay on the rank if they have fewer bytes than this in all.
-        keep_from_bytes_per_range: a kernel also copies them if their contiguous ranges have fewer bytes on average.
+        keep_from_bytes_per_range: a kernel also copies those rows if their ranges have fewer bytes than this on
+            average.
     """
 
     push_below_bytes: int = 8 << 20
@@ -62,7 +63,7 @@ class Sent:
         events: CUDA events, one at the end of the writes on each stream.
         held: tensors that must stay alive until the events.
         peers: the peers that must consume exchange ``reuses`` before the writes begin.
-        reuses: number of an exchange; 0 for no wait.
+        reuses: number of the exchange whose rows are overwritten; 0 for no wait.
     """
 
     events: list[Event]
@@ -144,8 +145,8 @@ class IntranodePeers:
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
         """Copies the rows of ``parts`` that stay on this rank.
 
-        Copy engines copy a part in few, long ranges, when the writes ``behind`` have ended. A kernel on the current
-        stream copies other parts. Returns the copy engines' copies; None if there are none."""
+        If the rows of a part are in few, long ranges, copy engines copy them after the writes ``behind``. A kernel on
+        the current stream copies other parts. Returns the copy engines' copies; None if there are none."""
         by_engine = []
         for part in parts:
             if self._is_long(part):
@@ -218,7 +219,7 @@ class IntranodePeers:
     def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
         """Makes a stream wait for the source rows, for the peers' room, and for earlier writes on the other stream."""
         stream.wait_event(ready)
-        # Writes to a peer must end in the order of exchanges, because its slot holds only the last number written.
+        # Writes to a peer must end in the order of exchanges, because the peer's slot holds only the newest number.
         for peer in puts:
             if peer in self._last and self._last[peer][0] is not stream:
                 stream.wait_event(self._last[peer][1])
