@@ -1,6 +1,6 @@
 """The phases of a step, and the plans of each phase.
 
-- In a forward *phase*, each pipeline stage runs the forward of one micro-batch, or is idle. A backward phase is alike.
+- In a *phase*, each pipeline stage runs one micro-batch or is idle. A phase is either forward or backward.
 - A *server* is a rank that computes attention for any stage. A server without a model computes nothing else.
 - A *task* is a range of query rows of one document on one server.
 - The *home* of a token is the rank that computes its linear layers. A *layout* has the homes of a nano-batch's tokens.
@@ -36,7 +36,7 @@ from distca.plan.tasks import Tasks
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase, forward or backward.
+    """One phase.
 
     Attributes:
         micro_batches: for each stage, the number of its micro-batch from 0; None for an idle stage.
@@ -149,16 +149,16 @@ def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int],
 
 
 def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
-    """Returns the plan in which each home computes its own rows. This is a :class:`distca.plan.choice.Scheduler`."""
+    """Returns the plan in which homes compute their own rows, as a :class:`distca.plan.choice.Scheduler`."""
     return plan_at_home(layout)
 
 
 def scheduler_of(options: PlanOptions) -> Scheduler:
-    """Returns the default scheduler, which plans with ``options``."""
+    """Returns the default scheduler."""
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # what the cuts of the last plan added to the seconds, a first guess for the next plan
+    growth: Growth = {}  # what cuts added to the seconds of the last plan, a first guess for the next
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)

@@ -56,16 +56,15 @@ class Contexts:
 class Plan:
     """A layout, and the server of every query row in it. Array legend: D documents, T tasks, L contexts.
 
-    With pipeline stages, a plan has the documents of several stages. These may run layers of different *kinds* at the
-    same time, for example with and without a window.
+    With pipeline stages, a plan has the documents of several stages. The stages may run layers of different *kinds* at
+    the same time, for example with and without a window.
 
     Attributes:
-        layout: the layout of the nano-batch.
         tasks: the tasks, which compute every query row once.
         before: the tasks of the previous nano-batch, if servers keep the k,v rows of these tasks; else None.
-        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys. It is 0 too for a kind of
-            which no stage runs a layer in this plan.
-        kind: [D] int64 index in ``windows``: the kind of the layer that each document is in; None if all are 0.
+        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for a kind of which
+            this plan has no layer.
+        kind: [D] int64 index in ``windows`` of each document's kind of layer; None if all are 0.
     """
 
     layout: Layout
@@ -109,8 +108,9 @@ class Plan:
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
         """Returns ``begin`` and ``at`` of :class:`Contexts`, given the tasks ``before`` and each context's last task.
 
-        Servers use whole shards again, because exchanges send a shard from its first row on. Example: the shards of a
-        document are [0, 4), [4, 8) and [8, 12). In ping a server read the rows [0, 10). Pong uses [0, 8) again.
+        Pong uses only whole shards of what a server read in ping, because exchanges send a shard from its first row on.
+        Example: a document has the shards [0, 4), [4, 8) and [8, 12). If a server read the rows [0, 10), pong uses
+        [0, 8).
         """
         assert not any(self.windows), "kinds with a window keep no rows of the previous nano-batch"
         # stop [L]: the server read the rows [0, stop) of the context's document in the previous nano-batch; 0 if it
@@ -142,7 +142,7 @@ class Plan:
 
         In layers without a window, all servers read a shard from its first row on. So a server may get rows from a
         *gateway*: the server on its node that reads most rows of the shard. With a window, servers begin at different
-        rows, so all rows come *straight* from home."""
+        rows, so rows come *straight* from home."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads

@@ -3,13 +3,13 @@
     launch q,k,v → join q,k,v → serve → launch o → join o
 
 - home: a rank that holds rows of documents. It sends q, k and v of these rows, and gets o back.
-- server: a rank that computes attention for homes. Most ranks are both.
+- server: a rank that computes attention for homes, in the node ``serve``. Most ranks are both.
 - nano-batch: a whole micro-batch, or one of its two parts, ping (first) and pong (second).
 - join: the wait for a transfer that an earlier node has launched. Between launch and join, ``ping_pong.py`` runs
   compute of the other nano-batch.
 - graph token: a dummy scalar that gives autograd an edge from node to node. The AttentionCall holds q, k, v and o.
 - keep: servers keep q, k and v until backward. Resend: homes keep q, k and v, and send them again in backward.
-- sink: a learned score without a value in each softmax of a head. Homes apply sinks to o and lse that come back.
+- sink: a learned number, one more score in a head's softmax. Homes apply sinks to o and lse that come back.
 
 Backward runs the nodes in reverse order. A node that joined in forward launches in backward, and a node that launched
 in forward joins in backward.
@@ -46,8 +46,7 @@ class AttentionCall(LayerCall):
     Args:
         pool: this rank's transport, attention kernel and timeline.
         routes: the rows that this rank sends, receives and computes.
-        layer: layer number, which the timeline shows.
-        nano: 0 for ping, 1 for pong; the timeline shows it.
+        nano: 0 for ping or a whole micro-batch, 1 for pong.
         before: in pong, the layer's call for ping, whose k,v rows pong may read; None in ping.
     """
 
@@ -74,7 +73,7 @@ class AttentionCall(LayerCall):
         if self._before is not None:
             self._before._gradients_of_pong = None
 
-    # The five nodes, in the order in which callers call them. All but the last return the graph token for the next.
+    # The five nodes, in order. All but the last return the graph token for the next.
 
     def launch_qkv(
         self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None = None
@@ -100,8 +99,8 @@ class AttentionCall(LayerCall):
         """Waits for this home's o and applies sinks; returns o_NHD, zero in padding rows."""
         return _Leave.apply(graph_token, sink_H, self)
 
-    # Ranks of a pipeline stage without a micro-batch compute attention's backward for other stages. These ranks have no
-    # autograd nodes, so ``idle_stage.py`` calls the next four methods.
+    # While a pipeline stage has no micro-batch, its ranks compute attention's backward for other stages. They have no
+    # autograd nodes then, so ``idle_stage.py`` calls the next four methods.
 
     @classmethod
     def for_backward(
@@ -117,7 +116,6 @@ class AttentionCall(LayerCall):
         self._launch_do(do_NHD)
 
     def backward_serve(self) -> None:
-        """Waits for homes' rows, computes this server's gradients and starts sending them home."""
         self._join_do()
         self._serve_backward()
         self._launch_gradients()
@@ -220,8 +218,6 @@ class AttentionCall(LayerCall):
         # Autograd now runs the backward of everything between two attention calls: "post+pre" in the timeline.
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return gradients
-
-    # Shared.
 
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
         """Returns a tensor for this home's query rows, zero in padding rows; and the transfers that fill the tensor."""

@@ -4,8 +4,8 @@
 - server: a rank that computes attention for homes. Most ranks are both.
 - :class:`Keep`: servers keep q, k and v until backward.
 - :class:`Resend`: homes keep q, k and v, and send them again in backward, perhaps to other servers.
-- ping, pong: the two parts of a micro-batch. A ``Keep`` or ``Resend`` has the rows of one part or of all.
-- sink: a learned score without a value in each softmax of a head. Homes apply sinks to o and lse that come back.
+- ping, pong: the two parts of a micro-batch. Each part has its own ``Keep`` or ``Resend``.
+- sink: a learned number, one more score in a head's softmax. Homes apply sinks to o and lse that come back.
 
 Shape suffixes: N rows of a home, T query rows and U key/value rows of a server; H query heads, G key/value heads, D
 head dimension; 2 stands for k and v. lse is the log-sum-exp of scores.
@@ -83,7 +83,7 @@ def moved(
 
 
 class Keep:
-    """Servers keep q, k, v and lse of the rows that they computed, and o of those rows that have another rank as home.
+    """Servers keep q, k, v and lse, and o of rows whose home is another rank.
 
     Homes keep o of their rows. In backward, homes send dO to servers, and lse too if heads have sinks.
 
@@ -104,7 +104,6 @@ class Keep:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """kv_U2GD of this server."""
         assert self._server is not None
         return self._server.kv
 
@@ -161,7 +160,6 @@ class Resend:
     """Homes keep q, k, v, o and lse of their rows, and send them with dO to the servers of the backward plan.
 
     Args:
-        routes: the rows that this rank sends, receives and computes.
         offload: host memory for kept rows; None leaves them on the device.
     """
 

@@ -30,7 +30,6 @@ class PoolBrokenError(RuntimeError):
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether ``error`` says that a rank of a collective's group is gone."""
     known = isinstance(error, (dist.DistError, PoolBrokenError))
     return known or any(word in str(error) for word in _LOST)
 
@@ -127,14 +126,13 @@ class BreakableTransport:
 
 
 class BreakableHandle:
-    """An exchange under way. If the exchange fails, :meth:`wait` fills the destinations with zeros."""
+    """An exchange under way. If it fails, :meth:`wait` fills destinations with zeros, or raises an error on servers."""
 
     def __init__(self, transport: BreakableTransport, handle: CollectiveHandle | None, parts: tuple[Part, ...]) -> None:
         self._transport, self._handle, self._parts = transport, handle, parts
 
     @property
     def works(self) -> list[Any]:
-        """The pending collectives."""
         return [] if self._handle is None else self._handle.works
 
     def tell(self, ended: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""Names that a pickle gives to the class of paths, by Python's version. The file has a path, which loading ignores."""
+"""Names of the class of paths in different versions of Python. Loading ignores the path in the file."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
@@ -239,7 +239,6 @@ class _Machine:
             raise UnpicklingError(f"it makes a {name.text}, which is no part of a checkpoint and was not run")
 
     def _say_state(self, state: Any) -> None:
-        """Sets the fields of the record on top of the stack; fields cannot be set twice."""
         record = _of(_Record, self._stack[-1])
         if record.state is not None or record.name not in _MADE:
             raise UnpicklingError(f"it sets fields of a {record.name}, which is no part of a checkpoint")

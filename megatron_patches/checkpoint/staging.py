@@ -28,7 +28,7 @@ copied, and training waits while checkpoints are written. The number was chosen,
 
 
 class HostStaging:
-    """One rank's host memory for copies of a checkpoint's tensors. Later checkpoints use the same memory again.
+    """One rank's host memory for copies of each checkpoint's tensors.
 
     All ranks call the constructor together.
 

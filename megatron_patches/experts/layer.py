@@ -1,8 +1,8 @@
 """Megatron's router and layer with experts, changed to take the rows of one nano-batch at a time.
 
 A micro-batch may be split into two *nano-batches*: one is computed while rows of the other travel between ranks. The
-changed router counts each expert's rows over both, so that load-balancing losses are those of the whole micro-batch
-(``balance.py``). The changed layer sends rows to expert-parallel ranks (``exchange.py``).
+changed router counts each expert's rows over both, for load-balancing losses (``balance.py``). The changed layer sends
+rows to expert-parallel ranks (``exchange.py``).
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class NanoBatchExperts(MoELayer):
         return summed if shared is None else summed + shared
 
     def _routed(self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool) -> tuple[torch.Tensor, Dispatch]:
-        """Returns [rows, experts] probabilities, and which rows travel to which rank."""
         chosen: list[torch.Tensor] = []
 
         def route(hidden: torch.Tensor) -> torch.Tensor:

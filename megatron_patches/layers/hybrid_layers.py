@@ -83,11 +83,7 @@ class GatedAttentionLayer(SplitTransformerLayer):
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Multiplies ``o`` by the sigmoid of the gate, in float32 as Megatron does, and applies the output projection.
-
-        Returns:
-            The projection's output, and the residual to which it is added.
-        """
+        """Multiplies ``o`` by the gate's sigmoid, in float32 as Megatron does, and applies the output projection."""
         hidden, gate = residual
         return super().mixed(self.self_attention._apply_output_gate(o, gate), hidden)
 

@@ -51,8 +51,7 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of the rows.
             attention_mask: the micro-batch in place of a mask. If it is a :class:`PackedMicroBatch`, this rank computes
-                all cores of its rows itself. Otherwise other ranks may compute cores too.
-            rotary_pos_emb: RoPE's rotations of all rows.
+                all cores of its rows itself. Otherwise other ranks may compute cores.
         """
         if not isinstance(attention_mask, PackedMicroBatch):
             return super().forward(hidden_states, attention_mask, rotary_pos_emb)

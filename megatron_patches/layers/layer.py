@@ -171,7 +171,6 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
     @property
     def has_exchanges(self) -> bool:
-        """Whether :meth:`behind` sends rows to experts."""
         return isinstance(self.mlp, NanoBatchExperts)
 
     def behind_parts(

@@ -31,8 +31,7 @@ class PackedAttention(MegatronModule):
         kind: which keys a query attends to in this layer, and how scores are scaled.
         softmax_offset: [this rank's heads] the learned sinks, or None. A sink is one more score in a head's softmax; no
             value row belongs to it.
-        kernel: the attention kernel; set by ``CAD.attach``.
-        timeline: records the kernel's time; set by ``CAD.attach``.
+        kernel, timeline: the attention kernel, and the recorder of its time; set by ``CAD.attach``.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:

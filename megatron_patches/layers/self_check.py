@@ -1,4 +1,4 @@
-"""Compares GPU operations with float64 on small inputs, before a model's layers are built.
+"""Compares GPU operations with float64 on small inputs.
 
 The operations are this project's fused ones, such as RMSNorm, and the matrix products of Transformer Engine.
 """

@@ -55,7 +55,6 @@ def share_of(
     """Returns this tensor-parallel rank's part of a whole parameter.
 
     Args:
-        full: the parameter in a model without tensor parallelism.
         shape: shape of this rank's part.
         rank: this rank's number among the tensor-parallel ranks.
         divisions: from :func:`divisions_of`; by default, MLPs have gates and no layer is recurrent.
@@ -79,7 +78,7 @@ def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int)
 def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
     """Maps each parameter's name on this rank to its name in the whole model.
 
-    The names differ because each rank counts its layers and experts from 0.
+    Each rank counts its layers and experts from 0.
 
     Args:
         first_layer: number of this pipeline stage's first layer in the whole model, from 0.
@@ -144,11 +143,7 @@ def first_expert(model: GPTModel) -> int:
 def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: Divisions = _GATED) -> torch.Tensor:
     """Returns a whole tensor from the parts of all tensor-parallel ranks, in float64 on the CPU.
 
-    All tensor-parallel ranks call this function together.
-
-    Args:
-        share: this rank's part.
-        full: shape of the whole tensor.
+    All tensor-parallel ranks call this function together. ``full`` is the shape of the whole tensor.
     """
     if share.shape == full:
         return share.double().cpu()

@@ -1,7 +1,4 @@
-"""Plans the next training step in a background thread, while the device still runs the current step.
-
-A *step* is a planned global batch.
-"""
+"""Plans the next training step, a global batch, in a background thread while the device runs the current step."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class AgreedSteps:
         All ranks must call this method for the same loops in the same order.
 
         Args:
-            steps: an iterable that makes a step at each ``next``.
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
@@ -75,7 +71,7 @@ class StepsAhead:
 
     Args:
         steps: an iterable that makes a step at each ``next``. Only ``thread`` calls ``next``.
-        thread: from :func:`planning_thread`; several loops may share one.
+        thread: from :func:`planning_thread`.
     """
 
     def __init__(self, steps: Iterable[Step], thread: ThreadPoolExecutor) -> None:

@@ -6,10 +6,9 @@
   and its mirror image in the tail.
 - *Filler* is the shortest documents. They fill the tokens that other documents leave free on each rank.
 
-Example: two ranks have room for 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares, and row
-4 is its first row in pong. In ping, rank 0 has the outer rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong,
-rank 0 has the inner rows of the tail, 5 and 6, and rank 1 has 4 and 7. Each rank has room for one token of filler in
-each nano-batch.
+Example: a document of 8 rows is in two equal shares, and row 4 is its first row in pong. In ping, rank 0 has the outer
+rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong, rank 0 has the inner rows of the tail, 5 and 6, and rank 1
+has 4 and 7.
 
 Array legend: D documents, R ranks, N ranges.
 """
@@ -32,7 +31,7 @@ has too much work or too many tokens for any rank, ``shares.py`` chooses the fra
 def home_rows(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], work: Work, node: np.ndarray
 ) -> list[tuple[Stream, np.ndarray]] | None:
-    """Returns the rows of every rank in every nano-batch, exactly as many as its budget.
+    """Returns the rows of every rank in every nano-batch, exactly as many as ``budgets`` say.
 
     Args:
         length: [D] tokens of each document.
@@ -41,7 +40,7 @@ def home_rows(
         node: [R] node of every rank.
 
     Returns:
-        For each nano-batch, N ranges and the [N] int64 rank of each. None if ping cannot have exactly its budgets.
+        For each nano-batch, N ranges and the [N] int64 rank of each. None if rows in ping cannot add up to budgets.
     """
     shares = dealt.shares
     whole = (shares.low == 0) & (shares.high == 1)

@@ -1,6 +1,6 @@
 """Deals the documents of a micro-batch to ranks, so that attention work is nearly balanced before any row is moved.
 
-- A rank's *budget* is its number of tokens. *Work* is the time of attention, in units of the mean work of a rank.
+- A rank's *budget* is its number of tokens. *Work* is the time of attention, in units of a rank's mean time.
 - A micro-batch is computed as one *nano-batch*, or as two with about half of the tokens each: *ping*, then *pong*. A
   document's *head*, its first rows, may be in ping, and its other rows in pong.
 - A *long* document has more work or tokens than one rank should get. It is cut into *shares* for several ranks.
@@ -28,7 +28,7 @@ Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
 """For up to this many ranks, ``distca/plan/step.py`` may make two plans and take the cheaper. For more ranks, two plans
-would take too long. So with ping and pong, :func:`deal` gives each rank few documents, whose keys it reads."""
+would take too long; with ping and pong, :func:`deal` instead makes each rank read the keys of few documents."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler: as many as have at most this fraction of all work together. With 0.1 instead,
 plans move 3.5 % more bytes."""
@@ -42,8 +42,7 @@ _LITTLE_PING = 0.06
 """The least fraction of all work in ping if long documents are wholly in pong. Less work in ping could not hide pong's
 transfers, so long documents get heads in ping instead."""
 _FEW_SHARED = 0.01
-"""If long documents have at most this fraction of all work, the longest other document decides how much work ping
-gets."""
+"""If long documents have at most this fraction of all work, ping's work depends on the longest other document."""
 _SPARE = 1.05
 """Long documents are wholly in pong only if pong has room for their work times this factor."""
 _MOST_ROWS_IN_PONG = 0.35
@@ -53,7 +52,7 @@ also needs room for other documents."""
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of documents on ranks. A whole document is one share.
+    """The shares of documents on ranks. A document that is not cut is one share.
 
     A share [low, high) is a range in the first half of the document and its mirror image in the second half. In each
     half, positions run from 0 at the outer end to 1 in the middle. Example: of 8 rows, [0, 0.5) is rows 0, 1, 6 and 7,
@@ -107,8 +106,7 @@ class NanoSplit:
             # into ping.
             ping = min(max((0.5 / max(longest_other, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
-        # Pong needs room for the work of long documents, and for half of a rank's tokens with little work per token.
-        # The rest of the work may be ping's.
+        # Pong needs room for the work of long documents, and for half of the work ``sparse``. The rest may be ping's.
         ping = min(1.0 - sparse / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
             return NanoSplit(ping, 0.0, 1.0 - ping, 0.5)
@@ -123,7 +121,6 @@ class Dealt:
         shares: the shares of documents on ranks; the shares of one document follow each other.
         short: [F] int64 documents that are filler.
         left: document, low and high, as in :class:`Shares`, of each part of a document that found no room.
-        work: [D] work of every document.
         short_rate: the filler's work per token.
         long: [D] bool, whether a document is long. Another document has several shares if it fitted on no rank whole.
     """
@@ -140,8 +137,8 @@ class Dealt:
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
     """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Work is the mean of forward and backward time. Each time is in units of what a rank needs on average for all ranges
-    of the step: those are ``start`` and ``stop``."""
+    Work is the mean of forward and backward time, each divided by the mean time of a rank. This mean is the time of all
+    ranges that ``work_of`` is given, divided by ``ranks``."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -194,7 +191,7 @@ def deal(
     limits = split.most_work, split.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, long, rows)
-    # Shall each rank read the keys of few documents? In small pools, ranks read nearly all long documents anyway.
+    # In small pools, ranks read the keys of nearly all long documents anyway.
     few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
@@ -202,7 +199,7 @@ def deal(
         filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits, few_keys)
         dealt = levelled(items, filled, filler[0])
     else:
-        # Documents are first dealt to nodes. Cuts between ranks of a node will add work, so it is counted in here.
+        # The work of a node includes what cuts between its ranks will add.
         of_nodes = replace(items, work=whole + extra, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
         (by_node, *_), left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
@@ -259,7 +256,7 @@ def _shares_each(surplus: np.ndarray, added: np.ndarray, long: np.ndarray, most:
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
     """Returns [I] work that a cut adds for every share of a document, because each share reads keys again.
 
-    It is taken from one share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
+    The work is that of one share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)

@@ -4,7 +4,7 @@ A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is 
 in one nano-batch. Two things travel between ranks:
 
 - *halo* rows: the rows just before a piece, which the piece's convolution reads too.
-- *summaries*: a piece turns the recurrent state S before it into A·S + B. Its summary is A and B.
+- *summaries*: a piece turns the recurrent state S before it into A·S + B. The piece's summary is A and B.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class PieceRoute:
     """One rank's [P] pieces of one nano-batch, in the order of their rows.
 
     Attributes:
-        ranks: number of ranks that hold rows.
+        ranks: number of ranks in the layouts.
         begin, end: [P] int64 first row of each piece in the rank's tensor, and one past its last row.
         opens, closes: [P] bool, whether the piece is the first of its document, and whether it is the last.
-        halo: the halo rows that this rank sends and receives, and those that each piece reads.
-        forward: the summaries that this rank sends and receives in forward.
-        backward: the same in backward, where S is the gradient of the state behind the piece.
+        halo: the halo rows that this rank sends, receives and reads.
+        forward, backward: the summaries that this rank sends and receives. In backward, S is the gradient of the state
+            behind a piece.
     """
 
     ranks: int

@@ -31,8 +31,8 @@ _PLACES = np.linspace(0.0, 1.0, 13)
 """The places that are tried for the part: at 0 it begins with the piece, at 1 it ends with the piece. Early rows attend
 to few keys, so for the same seconds more query rows must travel. Late rows need more keys and values."""
 _LEAST_BLOCKS = 8
-"""A sender gives up at least the pairs of this many kernel tiles of query rows in the piece's middle. It gives fewer
-only if no receiver has more room. With 32 instead, plans move 1.5 % more bytes."""
+"""A sender should give up at least the pairs of this many kernel tiles of query rows in the piece's middle. If no
+receiver has room for them, fewer are enough. With 32 instead, plans move 1.5 % more bytes."""
 _FEW = 8
 """For up to this many receivers, the guessed sizes of ranges are corrected once; for more, up to three times. With 2
 instead, the slowest rank takes 0.16 % longer."""
@@ -56,7 +56,6 @@ class Timer:
     Attributes:
         work: gives the seconds of a range on every rank.
         unit: [K] seconds that ranks compute on average.
-        most_overhead: replaces ``MOST_OVERHEAD``.
         receivers: [C] the ranks that may take ranges.
     """
 
@@ -83,7 +82,7 @@ class Timer:
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N + 2] seconds: the first and last range on the sender, range i on receiver ``chosen[i - 1]``."""
+        """Returns [K][N + 2] seconds: of the first and last range on the sender, of range i on ``chosen[i - 1]``."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
         return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])

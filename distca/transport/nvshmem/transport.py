@@ -1,11 +1,11 @@
 """The NVSHMEM transport: a rank writes rows straight into the receive buffer of the rank that needs them.
 
-An *exchange* is one movement of rows between all ranks, and a *part* is one tensor's rows in the exchange. Each
-exchange has the same bytes of every rank's receive buffer. A receiver *consumes* an exchange: it copies the rows out of
-its buffer to their destination tensors. Then later exchanges may use these bytes.
+An *exchange* is one movement of rows between all ranks, and a *part* is one tensor's rows in the exchange. An exchange
+uses the same bytes of the receive buffer on every rank. A receiver *consumes* an exchange: it copies the rows out of
+its buffer to their destination tensors.
 
 Rows for another node may take two *hops*: to one rank of that node, and from there to other ranks of that node. The
-hops of all exchanges are numbered on, 1, 2, 3 and so on, equally on all ranks.
+hops of all exchanges are numbered 1, 2, 3 and so on in the order of their launch, equally on all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SETTING = "`nvshmem_buffer_gb`"
 
 @dataclass(frozen=True)
 class Landing:
-    """One hop of an exchange, with all or some of its parts.
+    """All parts of one hop of an exchange, or some of these parts.
 
     Attributes:
         reuses: a rank writes to a receiver once the receiver has consumed all hops up to this number; 0 for no wait.
@@ -55,7 +55,6 @@ class OneSidedTransport:
 
     Args:
         fabric: the receive buffers of all ranks, and the signals by which ranks wait for each other.
-        name: name of the transport, for logs.
         fallback: transport for exchanges that do not fit into the receive buffer. With None, they raise TransportError.
 
     Attributes:
@@ -127,7 +126,6 @@ class OneSidedTransport:
         return puts
 
     def _hand_on(self, arriving: Landing, second: Landing, tokens: list[Any]) -> None:
-        """Queues a wait for the first hop's rows, copies to their destinations, and the second hop's writes."""
         self._fabric.arrived(arriving.number, arriving.senders)
         self._fabric.compute(partial(self._place_received, arriving))
         tokens.append(self._put(second))
@@ -202,7 +200,6 @@ class FallbackHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The pending collectives of the fallback transport."""
         return getattr(self._handle, "works", [])
 
     def wait(self) -> None:
