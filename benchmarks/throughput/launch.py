@@ -25,7 +25,7 @@ from distca.train.launch.check import check_words
 from distca.train.launch.installation import ROOT, find_python
 from distca.train.launch.machines import find_machines
 from distca.train.launch.pretrain import configuration
-from distca.train.launch.say import leave, report, say
+from distca.train.launch.say import leave, report, say, warn_of_near_misses
 from distca.words import count
 
 _TAKE_DEGREE = {"cp": "cp{}", "cp-keep": "cp{}-keep", "cp-halo": "cp{}-halo", "ring": "ring{}", "ulysses": "ulysses{}"}
@@ -37,6 +37,7 @@ _LAUNCHERS = {"3d": Launcher.RUN_3D, "4d": Launcher.RUN_4D}
 def launch(launcher: Launcher, arguments: list[str]) -> int:
     """Check everything, run the benchmark, draw the table over all runs; the exit code."""
     given = environment.read(launcher, os.environ)
+    warn_of_near_misses()
     environment.refuse_twice(launcher, given, arguments)
     refuse_unused(arguments, used=() if launcher is Launcher.RUN_3D else (STAGES,))
     machines = find_machines(launcher, given, os.environ)

@@ -126,6 +126,8 @@ def test_stages_belong_to_run4d():
     assert ("--parallel.pp", "2") in pairwise(words) and ("--train.micro_batches", "4") in pairwise(words)
     assert words[-2:] == ["--cad.tolerance", "0.02"]
     assert "run4d.sh" in run(RUN_3D, PP_SIZE="2").stderr
+    assert "warning: MIXX" not in run(RUN_3D, MIXX="2").stderr, "short names are alike by chance"
+    assert "warning: BATCHEZ is '2'" in run(RUN_3D, BATCHEZ="2").stderr
 
 
 @pytest.mark.parametrize(

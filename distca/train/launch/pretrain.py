@@ -18,7 +18,7 @@ from distca.train.launch import start
 from distca.train.launch.check import check_words
 from distca.train.launch.installation import ROOT, find_python, install
 from distca.train.launch.machines import Machines, find_machines
-from distca.train.launch.say import leave, report, say
+from distca.train.launch.say import leave, report, say, warn_of_near_misses
 from distca.words import count
 
 _WITH_PACKAGES = ("parquet", "arrow", "blend")
@@ -30,6 +30,7 @@ _FOLDERS = ("--checkpoint.init_from", "--checkpoint.export")
 def launch(arguments: list[str]) -> int:
     """Check everything, install what is missing, train; the exit code."""
     values = _with_requeued(environment.read(Launcher.TRAINING, os.environ), arguments)
+    warn_of_near_misses()
     machines = find_machines(Launcher.TRAINING, values, os.environ)
     machines.check_divisible({name: int(values.get(name, 1)) for name in ("TP_SIZE", "PP_SIZE")})
     environment.refuse_twice(Launcher.TRAINING, values, arguments)

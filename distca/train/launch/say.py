@@ -9,12 +9,19 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from distca.errors import LaunchError
+from distca.train.config.environment import near_misses
 
 
 def say(text: str, end: str = "\n") -> None:
     """Write to standard error, at once."""
     sys.stderr.write(text + end)
     sys.stderr.flush()
+
+
+def warn_of_near_misses() -> None:
+    """Warns of this process's environment variables whose names are nearly ours."""
+    for sentence in near_misses(os.environ):
+        say(f"warning: {sentence}")
 
 
 def report(error: str, next_step: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.throughput.settings import _parser
 from distca.errors import LaunchError
 from distca.train.config.cli import known_settings
-from distca.train.config.environment import help_text, read, refuse_twice, settings
+from distca.train.config.environment import help_text, near_misses, read, refuse_twice, settings
 from distca.train.config.variables import VARIABLES, Launcher, Variable
 
 ROOT = Path(__file__).parents[3]
@@ -43,6 +43,21 @@ def test_what_is_not_taken_is_refused_with_what_to_do_instead(launcher: Launcher
     assert refused.value.next_step.endswith(f", or unset {variable.name}.")
     assert "{" not in refused.value.next_step
     assert f"\n  {variable.name} " not in help_text(launcher)
+
+
+@pytest.mark.parametrize("name", ["STEPZ", "STEP", "STEPPS", "STPES", "XSTEPS"])
+def test_a_name_one_letter_away_is_warned_of_unless_the_right_one_is_given(name: str) -> None:
+    said = f"{name} is '3', which no script of DistCA reads. If you mean STEPS, rename it."
+    assert near_misses({name: "3", "HOME": "/"}) == [said]
+    assert near_misses({name: "3", "STEPS": "4"}) == near_misses({name: ""}) == []
+
+
+def test_names_that_are_not_near_ours_are_not_warned_of() -> None:
+    others = "HOME PATH USER TERM LANG SHLVL HOSTNAME LOGNAME RANK WORLD_SIZE LOCAL_RANK STEPZZ TSPES CADS MIXT"
+    tools = "SLURM_NNODES SLURM_STEP_ID NCCL_DEBUG CUDA_VISIBLE_DEVICES TORCHELASTIC_RUN_ID OMP_NUM_THREADS PET_RANK"
+    ours = [variable.name for variable in VARIABLES]
+    assert near_misses(dict.fromkeys([*others.split(), *tools.split(), *ours], "1")) == []
+    assert near_misses(dict.fromkeys([*others.split(), *tools.split()], "1")) == []
 
 
 def test_what_a_variable_sets_exists() -> None:

@@ -18,6 +18,12 @@ def test_cpu_machine_starts_four_ranks_of_the_tiny_run(machine: Machine) -> None
     assert "4 CPU ranks" in result.stderr
 
 
+def test_a_misspelled_variable_is_warned_of(machine: Machine) -> None:
+    result = machine.run(STEPZ="3", DRY_RUN="1")
+    assert result.returncode == 0 and "--train.steps" not in result.stdout
+    assert "warning: STEPZ is '3', which no script of DistCA reads. If you mean STEPS, rename it.\n" in result.stderr
+
+
 def test_gpu_machine_starts_a_rank_per_gpu(machine: Machine) -> None:
     machine.gpus(2)
     command = machine.dry()
