@@ -14,7 +14,7 @@ from tests.testing.programs import torchrun
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-BATCHES, MEASURED = 14, 12  # of the first mode, and of the second when it is ended
+BATCHES, MEASURED = 12, 11  # of the first mode, and of the second when it is ended
 MODEL = ["--model.layers", "1", "--model.hidden", "32", "--model.ffn", "48", "--model.heads", "2"]
 MODEL += ["--model.kv_heads", "2", "--model.vocabulary", "64", "--data.tokens_per_rank", "128"]
 MODEL += ["--data.context_length", "128"]

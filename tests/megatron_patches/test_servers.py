@@ -154,7 +154,8 @@ def _ran(
     ddp = wrap_for_data_parallel(model, distributed_optimizer=False, gradients=torch.float64)
     # The second step is planned before the first one runs, and both are of the same documents.
     first, second = (cad.plan_step(case_documents(case)) for _ in range(2))
-    cad.forward_backward(first, summed_loss_step, ddp, forward_only=True)
+    if case.servers:
+        cad.forward_backward(first, summed_loss_step, ddp, forward_only=True)
     if repeated:
         cad._remote.is_served = partial(_lose_server, cad, cad._remote.is_served)
     reports = cad.forward_backward(second, summed_loss_step, ddp)

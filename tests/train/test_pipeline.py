@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -62,7 +63,8 @@ def _train(output: str) -> None:
     ):
         distca.CAD = partial(made, level=level)
         config = _config(output, name, cad)
-        run_on(world, config, open_small_corpus(config))
+        with patch("distca.train.run.loop.plot_balance"):
+            run_on(world, config, open_small_corpus(config))
 
 
 def test_ticks_train_as_1f1b_does(tmp_path: Path) -> None:
