@@ -1,4 +1,4 @@
-"""Routes: which rows a rank sends and receives by a plan, and which k,v rows each of the rank's tasks reads.
+"""Routes: which rows a rank sends and receives by a plan, and which k,v rows the rank's tasks read.
 
 - A *row* is one token's q, or its k and v. A row's *home* is the rank that computes the token's linear layers.
 - A *server* is a rank that computes attention.
@@ -8,12 +8,6 @@
 
 Example: a server has the tasks [2, 4) and [6, 7) of a document. The server's buffer gets the context's k,v rows [0, 7)
 once. The regions are copies of the rows [0, 4) and [0, 7).
-
-k,v rows for another node may travel to one server there, the *gateway*. A second exchange, the *relay*, brings the rows
-to other servers of the node (``network.py``).
-
-A micro-batch is computed in one or two parts, the *nano-batches*, with a plan each. In the second, a server may also
-read k,v rows that its buffer holds from the first.
 
 T tasks, L contexts, R ranks.
 """
@@ -38,12 +32,10 @@ class Route:
     """One rank's part of a plan.
 
     Attributes:
-        rank: this rank.
-        ranks: number of ranks in the plan.
         q: exchange of query rows; attention's outputs return by the reverse exchange.
         kv: exchange of key and value rows from homes.
-        relay: exchange of key and value rows from gateways' server buffers. It runs after ``kv``; for gradients it runs
-            before ``kv``. None if no rank of the plan is a gateway.
+        relay: exchange that sends key and value rows on inside a node. Its senders are *gateways*, servers that got the
+            rows from another node. It runs after ``kv``, and for gradients before. None if no rank is a gateway.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' regions, laid end to end.
         kind: [T] int64 index of each task in the plan's ``windows``, which has one window for each kind of layer.
@@ -84,7 +76,6 @@ class Routes(Sequence[Route]):
     """The routes of all ranks of a plan, each made on access.
 
     Args:
-        plan: the plan.
         links: as for :func:`route`.
         only: the only rank whose route will be asked for; None for any rank.
     """
@@ -165,8 +156,9 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
     """Returns the copies that fill regions: from this nano-batch's buffers, and from those of the previous nano-batch.
 
-    A server copies nothing if its tasks share no rows, and need no rows from the previous nano-batch: its buffer then
-    consists of the regions. ``peer`` is the server of each copy. ``Routes.__init__`` explains the arguments."""
+    If a micro-batch is computed in two parts, its *nano-batches*, the second may read k,v rows that a server's buffer
+    holds from the first. A server copies nothing if its tasks share no rows, and need no rows from the previous part.
+    ``peer`` is the server of each copy. ``Routes.__init__`` explains the arguments."""
     # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. Two
     # copies become one if their rows follow each other in the buffer and in the regions. "is_last" says whether a task
     # is the last one of its context.

@@ -61,7 +61,6 @@ class PoolTerms:
     """The facts about the homes' model that a server needs.
 
     Attributes:
-        options: the planner's options.
         spec: core attention on a home, with heads, dtype, device and the layers' kinds (such as window and scale).
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
         layers: numbers, from 0, of a pipeline stage's layers with attention, equal for all stages; empty means that
@@ -80,7 +79,6 @@ class Comer:
 
     Attributes:
         number: the server's number, which a restarted server keeps.
-        machine: host name.
         device: "cuda" or "cpu".
         gpu: name of the GPU model, or "cpu".
         process: identity of the process; new after a restart.
@@ -103,7 +101,6 @@ class KernelTerms:
 
     Attributes:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
-        spec: core attention on a home, as in :class:`PoolTerms`.
         kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
         measures: whether each of ``servers`` then waits to be told whether to measure a cost table (:data:`Measure`).
     """
@@ -132,11 +129,9 @@ class Generation:
     """The servers of one generation.
 
     Attributes:
-        number: number of the generation, from 0.
         servers: the servers, in the order of their ranks in the pool, which follow the homes' ranks. With
             tensor-parallel size ``tp``, the servers i · ``tp`` to i · ``tp`` + ``tp`` - 1 have the same rank, each in
             its own process group.
-        terms: facts about the homes' model.
         told: number of the generation's first message in the store.
     """
 

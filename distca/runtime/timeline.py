@@ -34,13 +34,11 @@ class Timeline:
     """The spans of one rank. Methods take ``direction``, "forward" or "backward", and ``nano``, 1 for pong, else 0.
 
     Args:
-        device: the device whose work is timed.
         layers: a span of layer n shows the number layers[n], or n if ``layers`` is empty. Example: a process that
             computes attention of the layers 1 and 3 counts them as 0 and 1, and gives (1, 3).
 
     Attributes:
         clock: this rank's clock; on GPUs it takes times of the current stream.
-        recording: whether spans are recorded.
         zero: time 0 of recorded spans, in seconds since 1970.
         times_waits: whether :meth:`waiting` measures waits for transfers; else it does nothing.
         order: the recorded actions in the order in which the host queued them, such as "launch q,k,v 3 ping forward".

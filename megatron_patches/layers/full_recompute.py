@@ -1,8 +1,7 @@
 """Full recomputation, for ``distca.CAD(disaggregate=False, recompute="all")``.
 
-A block keeps only the input of each layer, and backward computes the layer again. Megatron's
-``recompute_granularity="full"`` would pass ``attention_mask`` to autograd's ``save_for_backward``, which takes only
-tensors. In this project ``attention_mask`` is an object that describes the micro-batch, so a closure holds it.
+Megatron's ``recompute_granularity="full"`` would pass ``attention_mask`` to autograd's ``save_for_backward``, which
+takes only tensors. In this project the mask is an object that describes the micro-batch, so a closure holds it.
 """
 
 from __future__ import annotations

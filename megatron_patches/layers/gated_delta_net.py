@@ -29,7 +29,6 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         self.gated_delta_rule = _never_called  # in place of fla's function
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Raises SupportError."""
         _never_called()
 
 

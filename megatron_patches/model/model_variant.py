@@ -1,8 +1,4 @@
-"""Turns a :class:`distca.models.shape.ModelShape` into settings for a model whose layers differ from LLaMA's.
-
-``variant_fields`` returns fields of Megatron's TransformerConfig. ``cad_keywords`` returns arguments of ``distca.CAD``,
-the object that a training script makes.
-"""
+"""Turns a :class:`distca.models.shape.ModelShape` into settings for a model whose layers differ from LLaMA's."""
 
 from __future__ import annotations
 
@@ -67,7 +63,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
 
 
 def cad_keywords(shape: ModelShape) -> dict[str, Any]:
-    """Returns keywords of ``distca.CAD`` for a model."""
+    """Returns keyword arguments of ``distca.CAD``, the object that a training script makes."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return {
         "model_options": model_options(shape),

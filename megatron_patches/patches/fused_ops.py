@@ -25,7 +25,6 @@ from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
-"""RoPE's tensor of angles gets this attribute: the angles' cosines and sines."""
 _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
 """The slope of activation functions x · sigmoid(slope · x)."""
 
@@ -57,7 +56,7 @@ def _split_and_rotate(
     Returns:
         [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
     """
-    # All layers share the tensor of angles, so cosines and sines are computed once.
+    # All layers share the tensor of angles, so an attribute of the tensor keeps the cosines and sines.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
         rotation = Rotation.of(angles, sizes[-1])

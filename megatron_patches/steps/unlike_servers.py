@@ -39,7 +39,6 @@ def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[S
 
     Args:
         tp: tensor-parallel size. If a server's processes differ in sort, the sort with the slowest kernel counts.
-        own: the sort of this rank.
         others: sorts of the processes without a model. Their servers come last in the result.
     """
     everyone = [*of_ranks(own), *others]
@@ -62,7 +61,6 @@ def costs_by_sort(
 
     Args:
         costs: the first server's cost model for each kind of layer, such as layers with a window and layers without.
-        sorts: sort of each server.
         find: returns a sort's cost model for each kind of layer; None if there is no table for the sort.
         warns: whether to log a warning if a table is missing.
 

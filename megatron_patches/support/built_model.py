@@ -70,7 +70,6 @@ def check_bare(model: Any, pattern: str = "") -> None:
     """Refuses a model of another class than CAD was made for, such as a wrapped model, and a model attached already.
 
     Args:
-        model: the object that the user gave to ``CAD.attach``.
         pattern: the ``hybrid_layer_pattern`` of the user's CAD, for a HybridModel; empty for a GPTModel.
 
     Raises:

@@ -119,7 +119,6 @@ class ServerWork:
     """The work of tasks on every server, in seconds of a server of mean speed.
 
     Attributes:
-        direction: the directions that are counted.
         costs: [C] cost models that return work in place of seconds, one for each table.
         of_server: [R] index of each server's table; None if all servers have the same table.
         slowness: [K, R] seconds that a server takes for one second of work; None if all servers have the same table.
