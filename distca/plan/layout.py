@@ -52,7 +52,6 @@ class Shards:
         return Shards(*(column[mine] for column in self.columns()))
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """Returns document, start, stop, rank and row of all shards."""
         return self.document, self.start, self.stop, self.rank, self.row
 
 

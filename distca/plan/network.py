@@ -1,4 +1,4 @@
-"""The network between ranks: which ranks share a node, and from which rank a server gets each row.
+"""Describes the network between ranks: which ranks share a node, and from which rank a server gets each row.
 
 - row: one token's q, or its k and v.
 - home of a row: the rank that computes the token's linear layers.

@@ -1,4 +1,4 @@
-"""The plan of a step: which rank holds each row of its micro-batches, and which rank computes each row's attention.
+"""Plans a step: which rank holds each row (token) of its micro-batches, and which computes each row's attention.
 
 The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A step is a list of
 *phases*. In a forward phase, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase,
@@ -111,7 +111,7 @@ class StepPlan:
     def of_combination(self, number: int) -> StepPlan:
         """Returns the same step for a model in which all layers of stage s have one kind of attention.
 
-        It is kind ``options.combinations[number][s]``."""
+        This kind is ``options.combinations[number][s]``."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
         forward, backward = (

@@ -1,4 +1,4 @@
-"""The core of a recurrent layer (linear attention, SSM) as a chain of five autograd nodes for ``ping_pong.py``.
+"""Runs the core of a recurrent layer (linear attention, SSM) as five autograd nodes, which ``ping_pong.py`` calls.
 
     enter: launch halo → join → summarise → launch states → leave: join states, finish
 
@@ -17,7 +17,7 @@ Pieces are computed in these nodes:
 | the only piece | forward | | backward | |
 | the first | forward | | | backward |
 | the last | | forward | backward | |
-| an inner piece | A and B alone | forward | the gradient of the state before it | backward |
+| an inner piece | only A and B | forward | the gradient of the state before it | backward |
 
 Shape suffixes: N rows of this rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V elements of a head of v.

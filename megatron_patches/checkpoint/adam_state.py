@@ -25,7 +25,7 @@ def inner_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def set_step(adam: Any, step: int) -> None:
-    """Sets the number of steps done."""
+    """Sets the number of steps that ``adam`` has done."""
     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         for weight, state in adam.state.items():
             state["step"] = torch.tensor(float(step), device=weight.device)
@@ -35,7 +35,7 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the weight under "param" and its moments under Adam's names, in float32. Some are not copies."""
+    """Returns the weight as "param" and its moments by Adam's names, in float32; some are Adam's own tensors."""
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
         if name == _WHOLE and held.dtype == torch.int16:

@@ -47,7 +47,6 @@ class Dispatch:
         question: a copy to the host of [G, E] numbers of rows that each rank has for each expert. With ``goes_NG`` it
             is [G, E + G]: numbers of rows that each rank sends to each rank follow.
         counts_GE: the [G, E] numbers, on the device.
-        rows_G: each rank's number of rows.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
         last_first: whether this rank computes its experts in reverse order (``grouped.py`` has the reason).
     """

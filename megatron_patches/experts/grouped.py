@@ -21,7 +21,6 @@ from distca.ops.swiglu import swiglu
 from megatron_patches.patches.fused_ops import gate_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The attributes in which torch keeps a module's hooks."""
 
 
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Undoes a step's changes to the routers of a model with experts, before ``distca.CAD`` repeats the step.
 
 A step is repeated if a rank that computes attention for the model's ranks is lost. The repeated step sets gradients to
-zero, but would keep what the lost step added to routers' buffers: counts of the rows that experts got.
+zero, but would keep what the lost step changed in the routers' buffers.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Paramete
 
 
 def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
-    """Yields each router's bias on experts' scores, with the bias's slot. :func:`slots` has no buffers."""
+    """Yields each router's bias on experts' scores, with the bias's slot. :func:`slots` yields no buffers."""
     for name, buffer in gpt.named_buffers():
         if name.endswith(_CHOICE_BIAS):
             layer = gpt.decoder.layers[int(name.split(".")[2])].layer_number - 1

@@ -76,8 +76,6 @@ class OwnMambaMixer(MambaMixer):
 
 
 class SplitMambaLayer(SplitLayerParts, MambaLayer):
-    """A layer with Megatron's Mamba-2 mixer."""
-
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
     ) -> None:
@@ -98,16 +96,16 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The convolution's weights and biases, and D. The core adds D · x to the scan's output."""
+        """The convolution's weights and biases, and D. The core adds D times the scan's input to its output."""
         return CoreParameters(self.mixer.conv1d_weight.squeeze(1), self.mixer.conv1d_bias, self.mixer.D)
 
     def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Computes the norm and the projection of ``hidden``, [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the gate for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH. mixed_NC is x,
-            B and C before the convolution. A row multiplies the scan's state by exp(g_NH). beta_NH is the row's step
-            size, Δ in the paper of Mamba.
+            ``hidden`` and the gate for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH. mixed_NC is
+            the scan's x, B and C before the convolution. A row multiplies the scan's state by exp(g_NH). beta_NH is the
+            row's step size, Δ in the paper of Mamba.
         """
         mixer, what = self.mixer, self.recurrence
         hidden, projected_NF = self._projected(hidden, mixer.in_proj)

@@ -1,4 +1,4 @@
-"""The fields of Megatron's TransformerConfig for layers with experts."""
+"""Makes the fields of Megatron's TransformerConfig for layers with experts."""
 
 from __future__ import annotations
 

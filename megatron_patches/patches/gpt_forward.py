@@ -119,8 +119,6 @@ class PatchedForward(LanguageModule):
 
 
 class PatchedGPT(PatchedForward, GPTModel):
-    """:class:`PatchedForward` for a GPTModel."""
-
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Calls the forward of the built model's class, which comes after PatchedForward in Python's MRO.
         output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
@@ -140,8 +138,6 @@ class PatchedGPT(PatchedForward, GPTModel):
 
 
 class PatchedHybrid(PatchedForward):
-    """:class:`PatchedForward` for a HybridModel."""
-
     post_process: bool
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The norms with which this project's specs build Megatron's layers.
+"""Defines the norms with which this project's specs build Megatron's layers.
 
 Unlike Megatron's norms from torch (WrappedTorchNorm), these norms support sequence parallelism and zero-centred
 weights. A zero-centred weight is the factor minus one.

@@ -93,7 +93,7 @@ class PositionRotary(torch.nn.Module):
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
-    """Replaces and returns a model's rotary embedding, if any: a :class:`PositionRotary` with equal frequencies."""
+    """Makes a model's rotary embedding, if any, a :class:`PositionRotary` with equal frequencies; returns it."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
         return None

@@ -1,6 +1,7 @@
-"""Counts the weights in matrix products of a model's layers. The planner multiplies counts by seconds per weight.
+"""Counts the weights in matrix products of a model's layers.
 
-A *unit* is an attention or recurrent layer, together with its MLPs and experts.
+The planner multiplies counts by seconds per weight and token. A *unit* is an attention or recurrent layer, together
+with its MLPs and experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks the layer spec that a user gives to ``CAD.block_spec``.
+"""Checks the layer spec that a user gives to ``distca.CAD.block_spec``.
 
 A spec names the class of each module of a transformer layer. Megatron's specs with its own modules and with Transformer
 Engine's are supported. Other classes are refused, because ``layers/block.py`` replaces modules by ones that compute

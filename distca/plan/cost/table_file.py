@@ -127,9 +127,9 @@ def load_table(path: str | Path) -> TableCost:
     """Returns the measured costs in a file, for the number of heads with which they were measured.
 
     - The file must have heads, kv_heads, head_dim, q_rows [Q], kv_rows [V], forward_seconds and backward_seconds
-      [Q][V]. Seconds [i][j] are what a task of q_rows[i] and kv_rows[j] adds to a call with others; null if unknown.
+      [Q][V]. Seconds [i][j] are added to a kernel call by a task of q_rows[i] and kv_rows[j]; null if unknown.
     - It may have block, value_dim, value_bytes and window.
-    - It may have load_factors, with kv_rows, forward and backward, [L] each (:class:`LoadFactors`).
+    - It may have load_factors, with the lists kv_rows, forward and backward (:class:`LoadFactors`).
     - It may have linear, with hidden, ffn, forward_s_per_token, backward_s_per_token and fp8 (:class:`LinearRate`).
 
     Raises:
@@ -171,7 +171,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         sizes = content["head_dim"], content.get("value_bytes", 2), content.get("value_dim", 0)
         shape = AttentionShape(heads, kv_heads, *sizes)
         block, load = content.get("block", 128), LoadFactors.of(content)
-        # LinearRate has seconds per weight, which do not depend on heads.
+        # LinearRate has seconds per token and weight, which do not depend on heads.
         return TableCost(
             shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content), content.get("window", 0)
         )

@@ -1,8 +1,8 @@
 """Lays out a micro-batch: chooses the home rank, the row and the nano-batch of each token.
 
-The *home rank* of a token computes the token's linear layers. A micro-batch is computed as one or two *nano-batches*,
-ping and pong: the transfers of one run during the computation of the other. If a document has rows in both, its first
-rows are in ping and its last rows in pong. ``step.py`` calls :func:`lay_out`.
+The *home rank* of a token computes the token's linear layers; the *row* is the token's index in this rank's tensors. A
+micro-batch is computed as one or two *nano-batches*, ping and pong: the transfers of one run during the computation of
+the other. If a document has tokens in both, its first tokens are in ping and its last tokens in pong.
 
 Array legend: D documents of the micro-batch, R ranks. Arrays are int64. A *shard* is a range of one document on one
 rank.
@@ -211,7 +211,7 @@ def _in_shares(
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
     """Numbers the rows of placed ranges on their ranks; returns the shards, and [R] rows per rank.
 
-    ``goes_on`` [D] is true for documents with rows in ping and in pong. They come last on each rank.
+    ``goes_on`` [D] is true for documents with rows in ping and in pong. Their rows come last on each rank.
     :func:`_layout` relies on this order."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))

@@ -45,9 +45,9 @@ class Stream:
 def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarray]:
     """Lays ranges end to end over ranks that have room for ``room`` [R] tokens, and cuts ranges where a rank is full.
 
-    Returns the pieces, and the rank of each piece. Example: ranges have 3 and 4 tokens, and ranks have room
-    for 5 and 2. Rank 0 gets pieces of 3 and 2 tokens, and rank 1 gets a piece of 2 tokens."""
-    # All tokens are on one line. Ranges end at "ends", and ranks are full at "tops". A piece begins at each of "cuts".
+    Returns the cut ranges, and the rank of each. Example: ranges have 3 and 4 tokens, and ranks have room for 5 and 2.
+    Rank 0 gets ranges of 3 and 2 tokens, and rank 1 gets a range of 2 tokens."""
+    # All tokens are on one line. Ranges end at "ends", ranks are full at "tops", and cut ranges begin at "cuts".
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(room)
     begins = ends - (ranges.stop - ranges.start)
     cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])

@@ -1,4 +1,4 @@
-"""Plans which ranks send each other states of recurrent layers (linear attention, SSM).
+"""Plans how ranks exchange the recurrent states of linear attention and SSM layers.
 
 A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
 in one nano-batch. It turns the recurrent state S before the piece into A·S + B. A is the piece's *transition*, and B is
@@ -45,7 +45,7 @@ class Link:
 
 @dataclass(frozen=True)
 class ChainRoute:
-    """The summaries that one rank sends and receives in one nano-batch and direction.
+    """The summaries that one rank sends and receives in one nano-batch, in forward or in backward.
 
     Attributes:
         sends_state: indices of this rank's pieces whose own state is sent, in the order of the sent tensor.
@@ -65,7 +65,7 @@ class ChainRoute:
 
 @dataclass(frozen=True)
 class ChainReads:
-    """The summaries that each rank reads, to compute states before its own pieces, in one direction.
+    """The summaries that each rank reads, to compute the states before its own pieces, in forward or in backward.
 
     Attributes:
         order: [P] index of each piece in ``DocumentPieces``.

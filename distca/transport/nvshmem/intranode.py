@@ -43,8 +43,7 @@ class CopyPolicy:
         signal_after_bytes: the stream of copy engines signals "arrived" after at least this many bytes, and at the end.
             Copy engines are idle for a while when their stream signals.
         keep_from_bytes: a kernel copies rows that stay on the rank if they have fewer bytes than this in all.
-        keep_from_bytes_per_range: a kernel also copies those rows if their ranges have fewer bytes than this on
-            average.
+        keep_from_bytes_per_range: a kernel also copies them if their ranges have fewer bytes than this on average.
     """
 
     push_below_bytes: int = 8 << 20
@@ -61,7 +60,7 @@ class Sent:
 
     Attributes:
         events: CUDA events, one at the end of the writes on each stream.
-        held: tensors that must stay alive until the events.
+        held: tensors that must stay alive until the events occur.
         peers: the peers that must consume exchange ``reuses`` before the writes begin.
         reuses: number of the exchange whose rows are overwritten; 0 for no wait.
     """
@@ -117,8 +116,6 @@ class Addresses:
 
 
 class IntranodePeers:
-    """Writes one rank's rows to its intra-node peers, and copies the rows that stay on the rank."""
-
     def __init__(self, addresses: Addresses, device: torch.device | str, queue: Queue = cuda_ops) -> None:
         self.policy = CopyPolicy()
         self._at, self._queue = addresses, queue
