@@ -86,6 +86,11 @@ class PlanOptions:
                 f"backward is keep, but with {self.stages} pipeline stages a server has other work in backward than in "
                 "forward; set backward to auto or resend."
             )
+        if min(self.align, self.shares) < 1 or self.align % self.shares:
+            raise PlanError(
+                f"align is {self.align} and shares is {self.shares}; set both to 1 or more, and align to a multiple of "
+                "shares: the tensor-parallel ranks of a rank get equally many rows."
+            )
         self._check_servers()
         layers = [len(each) for each in self.layer_kinds]
         if layers and (len(layers) != self.stages or min(layers) != max(layers) or not min(layers)):

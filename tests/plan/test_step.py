@@ -244,6 +244,11 @@ def test_mistakes_are_sentences() -> None:
         PlanOptions(3, COST, stages=2)
     with pytest.raises(PlanError, match="at least one rank and one stage, not 0 and 1"):
         PlanOptions(0, COST)
+    for align, shares in ((0, 1), (3, 2), (1, 2), (4, 0), (-2, 2)):
+        with pytest.raises(
+            PlanError, match=rf"align is {align} and shares is {shares}; .* align to a multiple of shares"
+        ):
+            PlanOptions(3, COST, align=align, shares=shares)
     with pytest.raises(PlanError, match="kinds is empty"):
         PlanOptions(3, COST, kinds=())
     for rates in ((float("inf"),), (1.0, 1.0)):
