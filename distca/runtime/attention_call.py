@@ -44,8 +44,6 @@ class AttentionCall(LayerCall):
     """One layer's core attention for one nano-batch, forward and backward.
 
     Args:
-        pool: this rank's transport, attention kernel and timeline.
-        routes: the rows that this rank sends, receives and computes.
         nano: 0 for ping or a whole micro-batch, 1 for pong.
         before: in pong, the layer's call for ping, whose k,v rows pong may read; None in ping.
     """

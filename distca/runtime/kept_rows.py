@@ -86,9 +86,6 @@ class Keep:
     """Servers keep q, k, v and lse, and o of rows whose home is another rank.
 
     Homes keep o of their rows. In backward, homes send dO to servers, and lse too if heads have sinks.
-
-    Args:
-        routes: the rows that this rank sends, receives and computes.
     """
 
     sent_in_backward = "dO"
@@ -157,7 +154,7 @@ class Keep:
 
 
 class Resend:
-    """Homes keep q, k, v, o and lse of their rows, and send them with dO to the servers of the backward plan.
+    """Homes keep q, k, v, o and lse of their rows, and send them with dO to the servers that compute backward.
 
     Args:
         offload: host memory for kept rows; None leaves them on the device.

@@ -108,7 +108,9 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
             raise UnpicklingError(f"{name} has {file.stat().st_size:,} bytes, but must have {end:,}")
     for name, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and not _is_whole(tensor):
-            raise UnpicklingError(f"the parts of {name} do not make up its shape {list(tensor.size)}")
+            raise UnpicklingError(
+                f"the parts of {name} do not make up its shape {list(tensor.size)}, or cut it along more than {_CUTS} dimensions"
+            )
         if isinstance(tensor, TensorStorageMetadata) and _bytes(tensor) > sum(ends.values()):
             raise UnpicklingError(f"{name} has shape {list(tensor.size)}, for which the files are too small")
 
@@ -319,7 +321,7 @@ def _shape(made: Any) -> torch.Size:
     if isinstance(made, _Record) and made.name == "torch.Size":
         (sizes,) = made.arguments
     if len(_of(tuple, sizes)) > _DIMENSIONS:
-        raise UnpicklingError(f"it has a tensor of {len(sizes)} dimensions")
+        raise UnpicklingError(f"it has a tensor of {len(sizes)} dimensions, and at most {_DIMENSIONS} are read")
     found = torch.Size(_of(int, size) for size in sizes)
     if min(found, default=0) < 0:
         raise UnpicklingError("it has a negative size")

@@ -31,7 +31,7 @@ Parts = Generator[None, None, torch.Tensor]
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router for the rows of a nano-batch, with balancing losses over the whole micro-batch."""
+    """Megatron's router for the rows of a nano-batch, with load-balancing losses over the whole micro-batch."""
 
     def _apply(self, function: Any, recurse: bool = True) -> BalancedRouter:
         """Casts or moves the module, but keeps float32 buffers in float32.

@@ -96,7 +96,7 @@ class SplitLayerParts:
 
 
 class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
-    """Megatron's layer with attention and an MLP, cut in two and extended by :class:`ModelOptions`."""
+    """Megatron's layer with attention and an MLP, cut in two. :class:`ModelOptions` add norms and multipliers."""
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any

@@ -24,8 +24,8 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""The most seconds that a cut may add, divided by the seconds of the range that it takes from the sender. A cut adds
-time because the ranges on both sides of it read the same keys."""
+"""The most seconds that a cut may add, divided by the seconds of the range that moves to a receiver. A cut adds time
+because the ranges on both sides of it read the same keys."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
 """The places that are tried for the part: at 0 it begins with the piece, at 1 it ends with the piece. Early rows attend

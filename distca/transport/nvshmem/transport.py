@@ -192,7 +192,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange that the fallback transport runs. It counts as one hop, because ranks consume hops in order."""
+    """An exchange by the fallback transport. It counts as a hop, since ranks signal up to which hop they consumed."""
 
     _transport: OneSidedTransport
     _number: int
