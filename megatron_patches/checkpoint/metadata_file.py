@@ -109,7 +109,7 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
     for name, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and not _is_whole(tensor):
             raise UnpicklingError(
-                f"the parts of {name} do not make up its shape {list(tensor.size)}, or cut it along more than {_CUTS} dimensions"
+                f"the parts of {name} do not make up its shape {list(tensor.size)}, or cut more than {_CUTS} dimensions"
             )
         if isinstance(tensor, TensorStorageMetadata) and _bytes(tensor) > sum(ends.values()):
             raise UnpicklingError(f"{name} has shape {list(tensor.size)}, for which the files are too small")

@@ -149,6 +149,9 @@ def _chunks(*places: tuple[int, int]) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size([begin, 0]), torch.Size([rows, 2])) for begin, rows in places]
 
 
+_CORNER = ChunkStorageMetadata(torch.Size([0] * 9), torch.Size([1] * 9))
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -167,7 +170,11 @@ def _chunks(*places: tuple[int, int]) -> list[ChunkStorageMetadata]:
         ({"size": torch.Size([8])}, "do not make up"),
         ({"size": torch.Size([-4, -2])}, "negative size"),
         ({"size": (4, 2, "x")}, "has a str in place of a int"),
-        ({"size": torch.Size([1] * 65)}, "65 dimensions"),
+        ({"size": torch.Size([1] * 65)}, "65 dimensions, and at most 64 are read"),
+        (
+            {"size": torch.Size([2] * 9), "chunks": [_CORNER]},
+            "do not make up its shape .* or cut more than 8 dimensions",
+        ),
         ({"chunks": _chunks((0, 2), (0, 2))}, "do not make up"),
         ({"chunks": _chunks((0, 2), (3, 2))}, "do not make up"),
         ({"chunks": _chunks((0, 2))}, "do not make up"),
