@@ -68,7 +68,7 @@ Sums = dict[int, torch.Tensor]
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
     """Returns dkv_U2GD, the gradients of the rows in the server's buffer.
 
-    Gradients of a row are added in float32 in a fixed order, those of ``later`` last, and each sum is rounded.
+    Gradients of a row are added in float32 or float64, in a fixed order (``later`` last), and each sum is rounded.
 
     Args:
         dkv_S2GD: gradients of the regions.
@@ -97,7 +97,7 @@ def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
 
 
 def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
-    """Returns the gradients of a range's first rows, summed over tasks in float32.
+    """Returns the gradients of a range's first rows, summed over tasks.
 
     Example: two tasks read rows [0, 4) and [0, 7) of the range. The result has 4 rows, since only the last task reads
     rows [4, 7). With a single task the result has all rows of the range."""

@@ -27,7 +27,7 @@ class Part:
             ``source`` the gradients that other ranks of this rank's node send.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
             of ``source``. Callers must not use it until the exchange has ended. If received rows are added up
-            (``moves.reduction``), ``destination`` must hold zeros at first.
+            (``moves.reduction``), ``destination`` must hold zeros, or values to add them to.
         moves: which rows of ``source`` go to which rank and row, or stay on this rank.
     """
 
@@ -94,7 +94,7 @@ def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
 
 
 def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
-    """Returns "bytes sent" by this rank, and "peers": the ranks that it sends rows to or receives rows from."""
+    """Returns "bytes sent" by ``rank``, and "peers": the ranks with which it exchanges rows."""
     sent = 0
     peers: set[int] = set()
     hops = Hops.of(parts)

@@ -67,7 +67,7 @@ class Exchange:
         return summed
 
     def start(self, tensors: Sequence[torch.Tensor], to_experts: bool) -> None:
-        """Starts to send tensors: with ``to_experts`` to the ranks of experts, else back from them."""
+        """Starts to send tensors: with ``to_experts`` to the ranks of experts, else back from those ranks."""
         ways = self.dispatch.sent, self.dispatch.received
         sent, received = ways if to_experts else ways[::-1]
         assert not self._under_way

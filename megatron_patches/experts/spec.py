@@ -45,7 +45,7 @@ def has_experts(config: TransformerConfig) -> list[bool]:
 
 
 def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
-    """Returns this pipeline stage's layer specs: ``dense`` for layers without experts, a changed copy for others."""
+    """Returns this pipeline stage's layer specs: ``dense``, or a copy of it with experts for layers with experts."""
     first = get_transformer_layer_offset(config)
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
     if not any(mine):

@@ -49,14 +49,14 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
             Documents must be in the order of ``step.documents``; a plan may change this order.
 
     Raises:
-        PlanError: the number of documents, or of a document's figures, is wrong.
+        PlanError: ``documents`` are not lists of figures, or have the wrong number or lengths.
     """
     try:
         figures = [torch.as_tensor(document) for document in documents]
     except (TypeError, ValueError, RuntimeError):  # texts, or lists of unequal lengths
         figures = []
     if len(figures) != len(documents) or any(each.ndim != 1 for each in figures):
-        raise PlanError("rows_of takes a list with a list of figures for each document, one figure for each token.")
+        raise PlanError("rows_of takes a list with one list of figures for each document, one figure for each token.")
     lengths, given = batch.micro_batch_lengths.tolist(), [len(each) for each in figures]
     if given != lengths:
         if len(given) != len(lengths):

@@ -46,7 +46,7 @@ class Batch:
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
         attention: the object that a model gets in place of the attention mask.
-        micro_batch_lengths: [documents] int64 tokens of each document of the micro-batch, of all ranks; in host memory.
+        micro_batch_lengths: [documents] int64 lengths of all ranks' documents of the micro-batch; in host memory.
     """
 
     tokens: torch.Tensor
@@ -118,7 +118,7 @@ def make_step(
     folder: Path = Path(),
     remote: RemoteServers | None = None,
 ) -> Step:
-    """Plans a step, and brings the routes and rows of rank ``taker.rank`` to its device.
+    """Plans a step, and brings the routes and rows of rank ``taker.rank`` to ``taker.device``.
 
     Args:
         room: the most tokens of a micro-batch, over all ranks. Within this limit the planner may move documents between

@@ -97,7 +97,7 @@ def check_experts(config: TransformerConfig) -> None:
     if experts % config.expert_model_parallel_size:
         raise SupportError(
             f"num_moe_experts is {experts}, which expert_model_parallel_size {config.expert_model_parallel_size} does "
-            "not divide, but ranks have equally many experts: set expert_model_parallel_size to a divisor."
+            "not divide, but all ranks must have equally many experts: set expert_model_parallel_size to a divisor."
         )
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:

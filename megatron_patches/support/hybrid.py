@@ -1,4 +1,4 @@
-"""Refuses settings that are not supported with recurrent layers or with gates on attention's output.
+"""Refuses settings that are not supported with recurrent layers or with Megatron's ``attention_output_gate``.
 
 *Recurrent layers* are gated delta nets and Mamba-2. A GPTModel has gated delta nets if its
 ``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a *pattern* with one letter for each layer,
@@ -40,7 +40,7 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
 def check_hybrid(
     config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
 ) -> None:
-    """Raises SupportError for a setting that is not supported with the model's recurrent layers or output gates.
+    """Raises SupportError for a setting that does not fit the model's layers: recurrent ones, output gates, or neither.
 
     ``pattern`` is empty for a GPTModel. ``disaggregate`` and ``offload`` are arguments of ``distca.CAD``.
     """

@@ -103,7 +103,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
-            group["fused"] = True  # one kernel reads weights, moments and gradients once
+            group["fused"] = True
     schedule = OptimizerParamScheduler(
         optimizer,
         # Megatron's warm-up takes init_lr for the first step. A step with init_lr 0 would change nothing.

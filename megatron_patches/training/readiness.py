@@ -55,8 +55,8 @@ def made_ready(
         A function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Raises:
-        SupportError: the model was not attached, or was changed since; the step was planned for another model or by
-            another CAD; or weights would get wrong gradients or updates.
+        SupportError: the model was not attached, or was changed since; the step was planned with other options, or for
+            more token ids than the model has; or weights would get wrong gradients or updates.
     """
     if not forward_only:
         check_wrapped(model)

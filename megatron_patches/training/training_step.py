@@ -1,4 +1,4 @@
-"""Computes a step's gradients with Megatron: the wrapper for data parallelism, the schedule, and the loss.
+"""Wraps a model for data parallelism, and computes a step's gradients with Megatron's schedules.
 
 Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided by the number of
 *target tokens* in the global batch: the tokens whose loss counts.
@@ -78,7 +78,7 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds the attribute ``weights_gathered``: False until a distributed optimizer first gathers updated weights."""
+    """Adds ``weights_gathered``: with a distributed optimizer False until weights are first gathered, else True."""
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **options: Any) -> None:
@@ -96,7 +96,7 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
     """Finishes the reduction of a step's gradients, and divides them by the target tokens of the global batch.
 
-    Megatron's schedules call it in place of ``finalize_model_grads``, in which the host would wait for ``tokens``.
+    Schedules call this function in place of ``finalize_model_grads``, in which the host would wait for ``tokens``.
 
     Args:
         models: from :func:`wrap_for_data_parallel`.
@@ -104,7 +104,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
             read. Afterwards the tensor has the number of the global batch on all ranks.
 
     Raises:
-        SupportError: a weight got more or fewer gradients than in the first step, or got none in the first step.
+        SupportError: in the last micro-batch a weight got more or fewer gradients than :func:`_check_uses` allows.
     """
     for model in models:
         _check_uses(model)

@@ -268,7 +268,7 @@ def test_figures_of_other_documents_are_refused(used: list[dict[str, Any]]) -> N
         assert "rows_of was given figures of " in first and "in the order of step.documents" in second
         assert "rows_of was given figures of 1 documents, and the micro-batch has " in few
         assert len(no_rows) == 4
-        assert all(each.startswith("PlanError: rows_of takes a list with a list of figures") for each in no_rows)
+        assert all(each.startswith("PlanError: rows_of takes a list with one list of figures") for each in no_rows)
 
 
 def test_a_model_whose_gradients_nobody_reduces_is_refused(used: list[dict[str, Any]]) -> None:

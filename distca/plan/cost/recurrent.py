@@ -1,8 +1,8 @@
 """How many weights a matrix product has that takes as long as the core of a recurrent layer, for equally many rows.
 
-The *core* is the layer without its projections. Its time per row is proportional to the elements of its recurrent
-state, that of a matrix product to the number of weights. Example: in forward, a gated delta net whose state has 1,000
-elements takes as long as a matrix product with 39,500 weights.
+The *core* is the layer without its projections. Its time per row is proportional to the number of elements of its
+recurrent state, that of a matrix product to the number of weights. Example: in forward, a gated delta net whose state
+has 1,000 elements takes as long as a matrix product with 39,500 weights.
 """
 
 from __future__ import annotations

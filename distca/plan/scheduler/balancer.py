@@ -35,8 +35,8 @@ _FAILED = 64
 """Balancing ends after more than this many failed cuts, if all servers are close to their targets (``enough`` of
 :meth:`Balancer.run`). A cut fails if receivers have too little room, or if the cut adds too much time."""
 _FAILED_UNLIKE = 2
-"""The value in place of ``_FAILED`` if servers are not equally fast. Balancing then ends although servers are far above
-their targets: ``unlike.py`` raises limits and balances again."""
+"""The value in place of ``_FAILED`` if servers are not equally fast. Balancing then ends even if a server is far above
+its target: ``unlike.py`` raises limits and balances again."""
 _PARTNERS = 8
 """The most receivers that are tried for an exchange of pieces, beginning with those with most room."""
 _CRUMB = 64
@@ -44,7 +44,6 @@ _CRUMB = 64
 _MOST_EXCHANGED = 1024
 """The most pieces of each of two servers that are tried for an exchange, beginning with the shortest."""
 _NO_DOCUMENT = -1
-"""The result of :meth:`Balancer._move` if whole pieces moved."""
 _KV_SHARE = 0.56
 """The part of a range's bytes that are keys and values: an estimate for 32 query heads and 8 key/value heads, taken for
 all models. A range is cheaper by this part for a receiver that already has these keys and values."""
@@ -79,8 +78,8 @@ class Balancer:
         """Moves pieces; returns whether all servers are then within their limits.
 
         Balancing ends early if a server is stuck at more than ``at_most`` above its target. It also ends after many
-        failed cuts (``_FAILED``), if servers are at most ``enough`` above their targets. ``at_most`` and ``enough`` are
-        parts of the mean load."""
+        failed cuts; equally fast servers must then be at most ``enough`` above their targets. ``at_most`` and
+        ``enough`` are parts of the mean load."""
         state = self.state
         self.stuck[:], self.failed = False, 0
         room = state.limit - state.load
@@ -103,8 +102,9 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        ``document`` was cut last, so some receivers now have its k,v rows. Ranks that had rows of this document at the
-        beginning come first. ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
+        ``document`` was cut last. Ranks that had rows of it at the beginning come first: some receivers now have its
+        k,v rows, so few bytes travel. ``free`` [R] is how far servers are below their limits, in parts of the mean
+        load."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -296,8 +296,8 @@ class Balancer:
         """Returns the ranks with room, first those to which few bytes travel for each second of work.
 
         If a range takes t seconds and a byte has the price p, a second of work costs about p / sqrt(t). A rank's room
-        limits t. So ranks are sorted by room / p², highest first. p is lower for a rank that already has k,v rows of
-        the document."""
+        limits t. So ranks are sorted by room / p², highest first. For a rank that already has k,v rows of the document,
+        p is lower."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
@@ -319,7 +319,7 @@ class Balancer:
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns three [R] arrays for a sender on ``node``: 1 for ranks on another node, else 0; the price of a query
-        row; and the squared price of a byte."""
+        row; and the squared price of a byte. A byte within a node has price 1."""
         if node not in self.prices:
             distant = (self.state.node != node).astype(np.float64)
             price = np.where(distant, self.state.links.network_price, 1.0)
