@@ -89,25 +89,6 @@ def two_ranks(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def four_ranks(two_ranks: Path) -> Path:
-    """Runs on four ranks, by name, in the same folder."""
-    folder = two_ranks
-
-    def line(name: str | None, **settings: object) -> list[str]:
-        usual = {"output": folder, "data__path": folder / "texts", "checkpoint__save_at_end": name == "saving"}
-        return arguments(**{"name": name} | usual | settings)
-
-    _die_after_third_step(folder / "saving", folder / "saving-on-four")
-    lines = [
-        line("tensor", parallel__tp=2),
-        # As many tokens per step on twice as many ranks.
-        line(None, data__tokens_per_rank=48, checkpoint__resume=folder / "saving-on-four"),
-    ]
-    run_ranks(4, train_all, lines, timeout=200)
-    return folder
-
-
 def _die_after_third_step(run: Path, copy: Path) -> None:
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "step_000006", ignore_errors=True)
@@ -135,14 +116,14 @@ def test_the_plain_optimizer_takes_the_same_steps_as_the_distributed_one(two_ran
         assert plain == pytest.approx(distributed, rel=CLOSE), key
 
 
-def test_tensor_parallel_ranks_train_alike(four_ranks: Path) -> None:
-    """That they resume bit for bit is in tests/train/checkpoint/test_folders.py."""
-    for key in ("loss", "grad_norm", "validation_loss"):
-        assert steps_of(four_ranks / "tensor", key) == pytest.approx(steps_of(four_ranks / "saving", key), rel=CLOSE)
-
-
-def test_a_checkpoint_goes_on_with_another_number_of_data_parallel_ranks(four_ranks: Path) -> None:
-    two, four = steps_of(four_ranks / "saving"), steps_of(four_ranks / "saving-on-four")
+def test_a_checkpoint_goes_on_with_another_number_of_data_parallel_ranks(two_ranks: Path) -> None:
+    """With other numbers of tensor-parallel ranks and stages too in test_resharding.py."""
+    folder, copy = two_ranks, two_ranks / "saving-on-four"
+    _die_after_third_step(folder / "saving", copy)
+    # As many tokens per step on twice as many ranks.
+    settings = {"data__path": folder / "texts", "data__tokens_per_rank": 48, "checkpoint__save_at_end": False}
+    run_ranks(4, train_all, [arguments(output=folder, checkpoint__resume=copy, **settings)], timeout=200)
+    two, four = steps_of(folder / "saving"), steps_of(copy)
     assert four == pytest.approx(two, rel=CLOSE)
 
 
