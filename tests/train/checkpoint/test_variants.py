@@ -94,31 +94,38 @@ def test_sinks_biases_experts_and_recurrent_layers_go_through_a_checkpoint(tmp_p
 
 
 @pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
-@pytest.mark.parametrize("name", HYBRIDS[:2])
-def test_a_hybrid_trains_from_its_folder_in_stages_and_is_exported(name: str, tmp_path: Path) -> None:
+def test_hybrids_train_from_their_folders_in_stages_and_are_exported(tmp_path: Path) -> None:
     """What is not trained comes along to the last bit."""
-    write_texts(tmp_path / "texts")
+    roots = [tmp_path / name for name in HYBRIDS[:2]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
-        family_models.write_folder(name, tmp_path / "first", torch.bfloat16)
-    run_ranks(4, _train_hybrid, tmp_path)
-    expected, got = _tensors(tmp_path / "first"), _tensors(tmp_path / "exported")
+        for root in roots:
+            write_texts(root / "texts")
+            family_models.write_folder(root.name, root / "first", torch.bfloat16)
+    run_ranks(4, _train_hybrids, roots)
+    for root in roots:
+        _check_exported(root)
+
+
+def _check_exported(root: Path) -> None:
+    expected, got = _tensors(root / "first"), _tensors(root / "exported")
     carried = {each for each in expected if each.startswith(("mtp.", "model.visual."))}
     assert carried and expected.keys() == got.keys()
     assert {each for each in expected if torch.equal(expected[each], got[each])} >= carried
     losses = {}
     for folder in ("first", "exported"):
-        model = family_models.loaded(tmp_path / folder)
-        text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
+        model = family_models.loaded(root / folder)
+        text = torch.tensor([list((root / "texts" / "000.txt").read_bytes())])
         losses[folder] = model(text, labels=text).loss.item()
     assert losses["exported"] < losses["first"] - 0.1
-    distca(["checkpoint", "export", str(tmp_path / "runs" / "whole"), "--output", str(tmp_path / "again")])
-    again = _tensors(tmp_path / "again")
+    distca(["checkpoint", "export", str(root / "runs" / "whole"), "--output", str(root / "again")])
+    again = _tensors(root / "again")
     assert got.keys() == again.keys() and all(torch.equal(got[each], again[each]) for each in got)
 
 
-def _train_hybrid(root: Path) -> None:
-    train_all([_line(root, name="whole", train__steps=2, parallel__pp=2, checkpoint__export=root / "exported")])
+def _train_hybrids(roots: list[Path]) -> None:
+    own = {"name": "whole", "train__steps": 2, "parallel__pp": 2}
+    train_all([_line(root, **own, checkpoint__export=root / "exported") for root in roots])
 
 
 def test_mixtures_train_from_their_folders_and_are_exported(tmp_path: Path) -> None:
