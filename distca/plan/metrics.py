@@ -144,7 +144,7 @@ def imbalance(seconds: np.ndarray) -> float:
 def traffic(plan: Plan, links: Links | None = None) -> Traffic:
     """Returns the rows that travel for ``plan``. A k,v row travels to a server once, however many tasks read it.
 
-    ``links`` says which ranks share a node, so that gateways can be chosen; None if all ranks share one."""
+    ``links`` says which ranks share a node, so that gateways can be chosen; None if all share one node."""
     ranks, reads = plan.layout.ranks, plan.q_reads
     q = pair_rows(reads.home, reads.server, reads.rows, ranks)
     reads = plan.kv_reads

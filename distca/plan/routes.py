@@ -64,7 +64,7 @@ class Route:
 def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
     """Returns the part of ``plan`` that concerns ``rank``.
 
-    ``links`` says which ranks share a node, so that gateways can be chosen; None if all ranks share one.
+    ``links`` says which ranks share a node, so that gateways can be chosen; None if all share one node.
 
     Raises:
         PlanError: the plan was made for fewer ranks.

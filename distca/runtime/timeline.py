@@ -125,7 +125,7 @@ class Timeline:
         direction: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records a transfer that was just launched, as a span until all ``handle.works`` end; none without works.
+        """Records a transfer that was just launched: a span until the ``works`` of ``handle`` end, if it has any.
 
         ``what`` names the moved tensors, such as "q,k,v". Perfetto shows ``args`` beside the span."""
         if not self.recording:

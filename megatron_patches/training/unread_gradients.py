@@ -2,7 +2,7 @@
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
 weights without an error. A hook after every step refuses such an optimizer, if none of the trained weights that it
-holds has a ``grad``; outside torch.optim it warns. Megatron's own optimizers set ``grad`` or hold copies of weights.
+holds has a ``grad``. It only warns of optimizers that are not from torch. Megatron's own set ``grad`` or hold copies.
 """
 
 from __future__ import annotations

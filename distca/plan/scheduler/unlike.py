@@ -42,7 +42,7 @@ def schedule_unlike(
     links: Links,
     growth: Growth,
 ) -> Tasks:
-    """Returns the tasks of one nano-batch, a part of a micro-batch. A task is a range of queries on one server.
+    """Returns the tasks of one nano-batch, a micro-batch or a part of one. A task is a range of queries on one server.
 
     Args:
         home: the plan in which every rank computes the attention of its own rows.
