@@ -36,7 +36,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
         what = f"Step {number}, of {documents:,} documents and {tokens:,} tokens, could not be planned ({error!r})"
         path = _written(inputs, f"failed_plan_of_step_{number}.json", folder)
         if path is None:
-            raise FailedPlanError(f"{what}. Its file could not be written; see the log.") from error
+            raise FailedPlanError(f"{what}. The step's file could not be written; see the log.") from error
         raise FailedPlanError(
             f"{what}. {path} has the step's lengths and options; `distca plan {path}` plans the step again. Please "
             "report the error with that file, which holds no token ids."

@@ -36,7 +36,7 @@ def deal_over_micro_batches(
     length = np.asarray(lengths, np.int64).reshape(-1)
     tokens = np.asarray(room, np.int64).reshape(-1)
     if not len(tokens) or tokens.min() < 0:
-        raise PlanError(f"room is {tokens.tolist()}; give 0 tokens or more for each of at least one micro-batch.")
+        raise PlanError(f"room is {tokens.tolist()}; give at least one micro-batch, each with 0 tokens or more.")
     if len(length) and length.min() < 1:
         raise PlanError(f"Document {int(length.argmin())} has {int(length.min())} tokens; it needs at least 1.")
     order = np.argsort(-length, kind="stable")

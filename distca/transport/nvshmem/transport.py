@@ -4,8 +4,8 @@ An *exchange* is one movement of rows between all ranks, and a *part* is one ten
 uses the same bytes of the receive buffer on every rank. A receiver *consumes* an exchange: it copies the rows out of
 its buffer to their destination tensors.
 
-Rows for another node may take two *hops*: to one rank of that node, and from there to other ranks of that node. The
-hops of all exchanges are numbered 1, 2, 3 and so on in the order of their launch, equally on all ranks.
+Rows for another node may take two *hops*: to one rank of that node, and from there to other ranks of that node.
+Gradients take these hops in reverse. All hops are numbered 1, 2, 3 and so on in launch order, equally on all ranks.
 """
 
 from __future__ import annotations

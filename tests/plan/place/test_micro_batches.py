@@ -123,7 +123,7 @@ def test_a_step_is_dealt_into_the_room_that_it_has() -> None:
     "lengths, room, words",
     [
         ([5], [], "at least one micro-batch"),
-        ([5], [-1], "give 0 tokens or more"),
+        ([5], [-1], "each with 0 tokens or more"),
         ([5, 0], [9], "Document 1 has 0 tokens"),
     ],
 )
