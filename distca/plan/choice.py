@@ -111,7 +111,6 @@ def cheaper(
     Args:
         by_nano_batch: makes the placement "apart".
         together: makes the placement "together".
-        price: returns a placement's price.
         whole: whether no document has clearly more attention work than a rank's mean. If True, ``together`` is tried
             even if ranks wait for no transfer in "apart".
     """

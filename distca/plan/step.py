@@ -46,13 +46,11 @@ class StepPlan:
     micro-batch, P phases, R ranks, K kinds of attention layers, for example with and without a window.
 
     Attributes:
-        options: how the step was planned.
         lengths: for each micro-batch, [D] int64 tokens per document.
         homes: for each micro-batch, [D] home rank of every document; None if documents may be on several ranks.
         layouts: for each micro-batch and nano-batch, the data-parallel rank and row of every token; the same in all
             stages.
-        forward: forward phases in order.
-        backward: backward phases in order.
+        forward, backward: phases in order.
         drawn: for each micro-batch, [D, 2] int64: for each document, the micro-batch and the index that it had in the
             ``lengths`` of :func:`plan_step`.
     """
@@ -174,7 +172,6 @@ def plan_step(
 
     Args:
         lengths: for each micro-batch, tokens per document.
-        options: how to plan.
         homes: for each micro-batch, the home rank of every document, if documents must stay whole on these ranks. None
             if a document may be on several ranks.
         room: for each micro-batch, the most tokens. If given, documents may move to other micro-batches
@@ -211,7 +208,6 @@ def plan_step(
 def _laid_out(
     options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
 ) -> tuple[Layout, ...]:
-    """Returns the layouts of one micro-batch, one for each nano-batch."""
     # With several stages, idle stages serve ping and then pong of other stages. "even" gives both equal work.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)

@@ -40,9 +40,7 @@ class SplitLayer(Protocol):
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes the part before core attention.
-
-        Returns any number of tensors for the ``residual`` of :meth:`post`, then q_NHD and kv_N2GD."""
+        """Returns any number of tensors for the ``residual`` of :meth:`post`, then q_NHD and kv_N2GD."""
         ...
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor: ...
@@ -77,9 +75,7 @@ class RecurrentLayer(Protocol):
     def core_parameters(self) -> CoreParameters: ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes the part before the core.
-
-        Returns any number of tensors for the ``residual`` of :meth:`post`, then the core's inputs: mixed_NC, g and
+        """Returns any number of tensors for the ``residual`` of :meth:`post`, then the core's inputs: mixed_NC, g and
         beta_NH. mixed_NC goes into the convolution. A row multiplies the recurrence's state by exp(g), where g is g_NH
         or g_NHK. What the row adds to the state is multiplied by beta_NH."""
         ...
@@ -99,18 +95,14 @@ def run_layers(
     pool: AttentionPool,
     checkpoint: Checkpoint | None = None,
 ) -> list[torch.Tensor]:
-    """Runs ``layers`` on every nano-batch.
+    """Runs ``layers`` on every nano-batch; returns the output of each.
 
     Args:
-        layers: the split layers.
         hidden: for each nano-batch, the first layer's input. With one tensor there is only ping.
         routes: for each layer and nano-batch, the rows that this rank sends, receives and computes.
         pool: this rank's transport and attention kernel.
         checkpoint: ``checkpoint(function, *tensors)`` must return ``function(*tensors)``, and recompute it in backward;
             None if nothing is recomputed. A ``function`` is at most a layer's post and the next layer's pre.
-
-    Returns:
-        The output of each nano-batch.
     """
     run = _Run(layers, routes, pool, checkpoint)
     graph_tokens = run.first(hidden)

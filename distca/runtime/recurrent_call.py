@@ -48,7 +48,6 @@ class RecurrentCall(LayerCall):
     Args:
         routes: this rank's pieces, and the rows and summaries to send and receive.
         what: the recurrence's formula and shapes.
-        nano: 0 for ping, 1 for pong.
         before: in pong, the same layer's call for ping; in ping None.
     """
 

@@ -25,7 +25,6 @@ def inner_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def set_step(adam: Any, step: int) -> None:
-    """Sets the number of steps that ``adam`` has done."""
     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         for weight, state in adam.state.items():
             state["step"] = torch.tensor(float(step), device=weight.device)
@@ -51,7 +50,6 @@ def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) 
 
     Args:
         adam: the optimizer, which must have a state for the weight.
-        weight: a parameter of ``adam``.
         name: the name of a moment, or "param" for the weight.
         values: float32, on the weight's device.
     """

@@ -30,8 +30,6 @@ def import_folder(
 
     Args:
         files: the folder's tensors, whose ``check`` has passed.
-        described: the description of the folder's model.
-        shape: the model's sizes and settings.
         dtype: dtype of the checkpoint's weights.
         target: an existing empty folder.
         advance: is called after each parameter, with the number of bytes read.

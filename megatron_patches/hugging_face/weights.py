@@ -44,8 +44,6 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         parameter: the parameter's name in a GPTModel or HybridModel, on this rank.
         layer: the number of the parameter's layer in the whole model, from 0; any number for a parameter outside of
             layers.
-        model: the description of the folder's model.
-        expert_ranks: number of expert-parallel ranks.
     """
     if parameter == "embedding.word_embeddings.weight":
         return Vocabulary((model.weights.embedding,), model.vocabulary)
@@ -207,7 +205,6 @@ def load_weights(
 
     Args:
         gpt: this rank's part of a GPTModel or a HybridModel, not yet inside DistributedDataParallel.
-        model: the description of the folder's model.
         files: the folder's tensors, whose ``check`` has passed.
         advance: is called after each parameter, with the number of bytes read.
 

@@ -34,7 +34,6 @@ class GroupedGatedNorm(torch.nn.Module):
 
     Args:
         width: number of channels on this tensor-parallel rank.
-        eps: number that is added to the mean square.
         group_size: number of channels in a group.
         named: the weight's ``device`` and ``dtype``, and ``norm_before_gate``, which must be False.
     """

@@ -11,7 +11,7 @@ from distca.models.shape import ModelShape
 
 
 def expert_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig for a model's experts; empty for a model without experts."""
+    """Returns the names and values of the fields; empty for a model without experts."""
     experts = shape.experts
     if not experts.count:
         return {}

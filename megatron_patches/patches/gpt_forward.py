@@ -52,10 +52,9 @@ class PatchedForward(LanguageModule):
             input_ids: [1, rows] token ids.
             position_ids: [1, rows] position of each row in its document, for RoPE.
             attention_mask: the attribute ``attention`` of a batch that the model's ``distca.CAD`` planned.
-            args: other arguments of Megatron's forward.
             summed_loss: whether to return the sum of losses; needs ``labels`` and ``loss_mask``.
             log_probabilities: whether to return log-probabilities; needs ``labels``.
-            kwargs: other arguments of Megatron's forward, such as ``labels``.
+            args, kwargs: other arguments of Megatron's forward, such as ``labels``.
 
         Returns:
             With ``summed_loss`` a scalar: the sum of the tokens' losses, each times its ``loss_mask``. With
@@ -157,10 +156,7 @@ class PatchedHybrid(PatchedForward):
 
 
 def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
-    """Gives a built model the new forward: its class becomes a subclass with the same name.
-
-    ``takes`` is the class that the forward's ``attention_mask`` must have.
-    """
+    """Gives a built model the new forward: its class becomes a subclass with the same name."""
     own = type(model)
     patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
     model.__class__ = type(own.__name__, (patched, own), {"__module__": own.__module__})

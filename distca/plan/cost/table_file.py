@@ -75,7 +75,6 @@ def find_table(
         head_dim: size of a query or key head.
         window: the number of keys that a query sees; 0 for all keys.
         value_dim: size of a value head; 0 stands for ``head_dim``.
-        folder: the folder with the tables.
 
     Raises:
         PlanError: a file in the folder is not a usable table.

@@ -50,7 +50,7 @@ def lay_out(
     cost: CostModel | None = None,
     ranks_per_node: int = 0,
 ) -> tuple[Layout, ...]:
-    """Places a micro-batch's documents on ranks, as one or two nano-batches.
+    """Places a micro-batch's documents on ranks, and returns one layout per nano-batch.
 
     Without ``rank_of`` every rank gets about equally many tokens of each nano-batch.
 
@@ -73,9 +73,6 @@ def lay_out(
             balance the number of query-key pairs.
         ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one. "spread" deals documents to
             nodes, and then to the ranks of each node.
-
-    Returns:
-        One layout per nano-batch.
 
     Raises:
         PlanError: an argument is out of its range; or with "whole", no rank has room for a document.
