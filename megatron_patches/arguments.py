@@ -55,10 +55,10 @@ class CadArguments(CadOptions):
         deal: True lets a plan move documents to other micro-batches of the step, so that ranks exchange fewer rows. No
             document moves if the script gives documents their ranks, or if ``disaggregate`` is False.
         level: what a plan makes about equal on all servers: the seconds of "attention", or the "time" of attention and
-            linear layers together. "time" needs ``ping_pong`` (a micro-batch runs as two parts), and pipeline stages,
-            ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport other than "nvshmem",
-            if there are stages, ``servers``, ``speeds`` or different GPUs. In other runs, and without measured times of
-            linear layers (``cost_table``), "auto" is "attention".
+            linear layers together. "time" needs ``disaggregate``, ``ping_pong`` (a micro-batch runs as two parts), and
+            pipeline stages, ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport
+            other than "nvshmem", if there are stages, ``servers``, ``speeds`` or different GPUs. In other runs, and
+            without measured times of linear layers (``cost_table``), "auto" is "attention".
         recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all"
             backward recomputes everything but core attention; without ``disaggregate``, whole layers.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It

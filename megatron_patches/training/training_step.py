@@ -1,5 +1,6 @@
-"""Wraps a model for data parallelism, and computes a step's gradients with Megatron's schedules.
+"""Wraps a model for data parallelism, and computes a step's gradients with Megatron's own schedules.
 
+Models whose pipeline stages compute attention for each other run in ``pipeline_schedule.py`` instead.
 Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided by the number of
 *target tokens* in the global batch: the tokens whose loss counts.
 """
