@@ -322,7 +322,7 @@ class CAD:
             if isinstance(module, PackedAttention):
                 module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
                 module.kind = replace(module.kind, softcap=options.score_softcap)
-        note_attached(model, self.pool, self._given.disaggregate)
+        note_attached(model, self.pool, self._given.disaggregate or bool(pattern))
         return model
 
     def data_parallel(

@@ -30,8 +30,8 @@ _MAY_CHANGE = {
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Modules of a layer, by their path in the layer; "" is the layer itself. In a disaggregated model
-(:attr:`Attached.disaggregated`) their ``forward`` never runs, because their parts are called one by one."""
+"""Modules of a layer, by their path in the layer; "" is the layer itself. The ``forward`` of these modules never runs
+if :attr:`Attached.disaggregated`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Attached:
         pool: the attention kernel and transport of the CAD that attached the model. No two CADs share a pool.
         fields: values of the model's configuration, by field.
         modules: for each module inside the model: name, parent module, and the module itself.
-        disaggregated: whether other ranks may compute parts of this rank's core attention.
+        disaggregated: whether the layers' parts are called one by one, and no layer's ``forward``.
     """
 
     pool: AttentionPool
@@ -75,7 +75,7 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
     """Checks that the CAD with ``pool`` attached a model, and that the model is unchanged since.
 
     Raises:
-        SupportError: another CAD attached the model, the model has changed, or a hook would never run.
+        SupportError: another CAD attached the model, the model has changed, or a hook of a layer would never run.
     """
     then: Attached = model.attached
     if then.pool is not pool:
@@ -113,15 +113,18 @@ def _is_never_called(name: str) -> bool:
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
     """Returns the values of a configuration by field, without fields that may change.
 
-    Functions are left out too, except ``activation_func``."""
+    Functions are left out too, except ``activation_func``: Megatron sets some of them in every step."""
     values = {name: getattr(config, name) for name in _names(type(config))}  # type: ignore[arg-type]  # a class is hashable
-    return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name == "activation_func" or not (name.endswith(("_func", "_method")) and (value is None or callable(value)))
+    }
 
 
 @cache
 def _names(kind: type[TransformerConfig]) -> list[str]:
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in _MAY_CHANGE]
-    return [name for name in names if name == "activation_func" or not name.endswith(("_func", "_method"))]
+    return [field.name for field in dataclasses.fields(kind) if field.name not in _MAY_CHANGE]
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -64,8 +64,22 @@ def _llama_as_both() -> float:
     held = {renamed[name]: weight for name, weight in weights.items()}
     other = disaggregated.run_disaggregated(stack, torch.float32, CPU, "reference", held)
     assert other.gradients.keys() == held.keys()
+    _refuses_hooks_at_home(stack, held)
     apart = [(other.gradients[renamed[name]] - each).norm() / each.norm() for name, each in one.gradients.items()]
     return max(abs(one.loss - other.loss), *map(float, apart))
+
+
+def _refuses_hooks_at_home(stack: Any, weights: dict[str, torch.Tensor]) -> None:
+    """A HybridModel's layers are never called, also where attention stays at home."""
+    from distca.errors import SupportError
+    from distca.parity import disaggregated
+    from megatron_patches.support.attached import check_as_attached
+
+    cad, model = disaggregated.attached(stack, torch.float32, CPU, "reference", weights, disaggregate=False)
+    check_as_attached(model, cad.pool)
+    model.decoder.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(SupportError, match=r"decoder\.layers\.0 has a hook, which would never run"):
+        check_as_attached(model, cad.pool)
 
 
 def _name_in_stack(name: str) -> str:

@@ -97,6 +97,7 @@ LAYER = "decoder.layers.0"
 CHANGES: dict[str, Callable[[Any], Callable[[], None]]] = {
     "scale": _set("config", "softmax_scale", 0.5),
     "activation": _set("config", "activation_func", torch.nn.functional.gelu),
+    "recomputation": _set("config", "recompute_method", "block"),
     "module": _set(LAYER, "mlp", torch.nn.Sequential),
     "hook on a layer": _hook("decoder.layers.1", "forward_hook"),
     "hook on attention": _hook(f"{LAYER}.self_attention", "forward_pre_hook"),
@@ -287,6 +288,7 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         for name in ("scale", "scale at home"):
             assert said[name].startswith("softmax_scale of the model's configuration is 0.5, but was None when CAD att")
         assert said["activation"].startswith("activation_func of the model's configuration is ")
+        assert said["recomputation"].startswith("recompute_method of the model's configuration is 'block', but was")
         assert said["frozen"].startswith("output_layer.weight was frozen after CAD.data_parallel")
         assert said["set free"].startswith("output_layer.weight was added, replaced or unfrozen after CAD")
         assert said["module"].startswith("decoder.layers.0.mlp of the model was replaced or removed after CAD.attach")
