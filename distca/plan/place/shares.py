@@ -1,4 +1,4 @@
-"""Deals the documents of a micro-batch to ranks, so that attention work is nearly balanced before any row is moved.
+"""Deals documents of a micro-batch to ranks, so that attention work is nearly balanced before rows move between ranks.
 
 - A rank's *budget* is its number of tokens. *Work* is the time of attention, in units of a rank's mean time.
 - A micro-batch is computed as one *nano-batch*, or as two with about half of the tokens each: *ping*, then *pong*. A
@@ -119,7 +119,7 @@ class Dealt:
 
     Attributes:
         shares: the shares of documents on ranks; the shares of one document follow each other.
-        short: [F] int64 documents that are filler.
+        short: [F] int64 indices of the documents that are filler.
         left: document, low and high, as in :class:`Shares`, of each part of a document that found no room.
         short_rate: the filler's work per token.
         long: [D] bool, whether a document is long. Another document has several shares if it fitted on no rank whole.

@@ -82,7 +82,7 @@ class Timer:
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N + 2] seconds: of the first and last range on the sender, of range i on ``chosen[i - 1]``."""
+        """Returns [K][N + 2] seconds. The sender has the first and last, receiver ``chosen[i - 1]`` has range i."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
         return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])
