@@ -1,8 +1,7 @@
 """The compute of a *server*: a rank that computes attention for its own rows and for rows of other ranks.
 
 - task: a range of a document's queries, with all keys and values that they attend to.
-- buffer: the k,v rows that came to the server, each with one token's key and value. A row that several tasks read is
-  there once.
+- buffer: the k,v rows (one token's key and value) that came to the server. A row that several tasks read is there once.
 - region: a contiguous copy of one task's k,v rows, for the kernel.
 - range (``SharedRows``): a run of buffer rows from row ``first``, which one or more tasks read. For each task
   ``places`` has the task's first buffer row minus ``first``, its first row in the regions, and its number of rows.

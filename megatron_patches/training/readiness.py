@@ -49,7 +49,6 @@ def made_ready(
 
     Args:
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
-        options: the planner's options of the CAD that runs the step.
 
     Returns:
         A function that calls ``forward_step`` and checks what ``forward_step`` returns.

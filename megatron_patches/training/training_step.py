@@ -285,7 +285,7 @@ def sum_over_ranks(reports: Sequence[torch.Tensor], device: torch.device) -> tup
     All ranks must call this together. ``reports`` are this rank's reports of :func:`summed_loss_step`.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    for report in reports:  # empty on stages without the loss
+    for report in reports:
         total += report
     dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
