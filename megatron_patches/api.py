@@ -101,8 +101,9 @@ class CAD:
     ``parallel_state.initialize_model_parallel``, and before a model is built.
 
     Args:
-        config: the models' configuration. CAD may change its ``gradient_accumulation_fusion``,
-            ``deallocate_pipeline_outputs``, ``disable_parameter_transpose_cache`` and ``fused_single_qkv_rope``.
+        config: the models' configuration. CAD may change its ``gradient_accumulation_fusion``, ``no_sync_func``,
+            ``deallocate_pipeline_outputs``, ``disable_parameter_transpose_cache``, ``fused_single_qkv_rope`` and
+            ``finalize_model_grads_func``.
         keywords: the fields of :class:`megatron_patches.arguments.CadArguments`.
 
     Attributes:
@@ -115,7 +116,7 @@ class CAD:
             layers give wrong products on this machine.
         KernelError, TransportError: the attention kernel or the transport between ranks cannot run here, or gives wrong
             results.
-        PlanError: the table of the kernel's speeds, ``cost_table``, is not usable.
+        PlanError: ``cost_table`` or ``speeds`` is not usable.
         LaunchError: a server without a model did not start.
     """
 
@@ -196,13 +197,12 @@ class CAD:
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given
         speeds = given.speeds
-        # The speeds of ``homes``, the ranks with the model, come first. A server has ``tp`` numbers, one for each
-        # tensor-parallel rank, but one speed. A server that joined during the run has speed 1.
+        # ``speeds`` begins with ``homes`` numbers for the ranks with the model. Then it has one number for each ``tp``
+        # servers in a row. Servers that joined during the run have speed 1.
         if speeds:
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
-        # `ranks_per_node` must divide the number of homes plus servers. With 0, ranks on machines of one name are a
-        # node.
+        # `ranks_per_node` must divide the pool's ranks. With `ranks_per_node` 0 a node is a machine.
         nodes = given.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0
@@ -303,8 +303,8 @@ class CAD:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
             model.position_embedding_type = "rope"  # with "none" a HybridModel would not call rotary_pos_emb
-        # Any attached model may run a step. So steps carry the documents' lengths if one of these models needs them,
-        # and token ids must be below the smallest vocabulary.
+        # Any attached model may run a step. So steps carry documents' lengths if any model's RoPE depends on them, and
+        # token ids must be below the smallest vocabulary.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -312,7 +312,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # To keep the outputs of norms and SwiGLU is cheap with recomputation: they are there for one layer at a time.
+        # With recomputation only one layer at a time keeps outputs of norms and SwiGLU, which is cheap.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -385,8 +385,8 @@ class CAD:
 
         Raises:
             PlanError, DataError: for the reasons that :meth:`plan_step` lists.
-            FailedPlanError: the planner failed with an unexpected error. The message names a file with the step's
-                lengths, for ``distca plan``.
+            FailedPlanError: the planner failed with an unexpected error. The message names a file from which the
+                command ``distca plan`` plans the step again.
         """
         if self._ahead is None:
             self._ahead = AgreedSteps(self.device)
@@ -395,7 +395,7 @@ class CAD:
     def _make_step(
         self, number: int, documents: StepDocuments | Sequence[Sequence[Document]], dealt: bool = False
     ) -> Step:
-        """Plans step ``number``. With ``dealt``, documents stay in the micro-batches that an earlier plan chose."""
+        """Plans step ``number``. With ``dealt``, no document moves to another micro-batch."""
         documents, given = listed(documents), self._given
         check_room(documents, self.options.ranks, given.tokens_per_rank)
         return make_step(
@@ -472,14 +472,14 @@ class CAD:
         return () if self._remote is None else self._remote.numbers
 
     def as_run(self, step: Step) -> Step:
-        """Returns the step that the last :meth:`forward_backward` ran for ``step``.
+        """Returns what the last :meth:`forward_backward` ran; callers must have called it with ``step``.
 
-        If servers without a model have left or joined, it is a new plan of the same documents, else ``step`` itself.
+        If servers without a model left or joined after ``step`` was planned, it is a new plan of the same documents.
         """
         return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
-        """Returns the log-probability of each token but the first of each document, on every rank for all documents.
+        """Returns the log-probabilities of all documents' tokens, on all ranks of the stage with the loss.
 
         All ranks call this method together.
 
@@ -512,15 +512,15 @@ class CAD:
     def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
         """Ends the recording of times on servers without a model; returns the recorded spans by server number.
 
-        Servers record the steps during which rank 0 records. Ranks other than 0 return an empty dict.
+        Servers record while ``pool.timeline`` of rank 0 does. Ranks other than 0 return an empty dict.
         """
         return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
         """Returns how tokens were spread over experts in all training since the last call of this method.
 
-        The keys are the numbers, from 1 in the whole model, of this stage's layers with experts. All ranks of the stage
-        get equal results.
+        The keys are the numbers of this stage's layers with experts. Layers are numbered from 1 in the whole model. All
+        ranks of the stage get equal results.
         """
         loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
         return loads

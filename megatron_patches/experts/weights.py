@@ -8,7 +8,7 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Returns the number of weights that multiply a row in a layer's MLP or experts: the layers' mean, rounded down."""
+    """Returns the mean number, over all layers, of weights that multiply a row in MLP or experts, rounded down."""
     mixtures = has_experts(config)
     experts = sum(mixtures) * expert_weights(config)
     return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)

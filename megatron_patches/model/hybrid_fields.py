@@ -1,4 +1,4 @@
-"""The fields of Megatron's TransformerConfig for gated delta nets and Mamba-2, from a :class:`ModelShape`."""
+"""The fields of Megatron's TransformerConfig for models with gated delta nets or Mamba-2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
             "linear_value_head_dim": hybrid.value_dim,
         }
     if MAMBA in hybrid.pattern:
-        # A key head of ``hybrid`` is a group of Mamba-2's heads, which share B and C. A value head is one of the heads.
+        # ``hybrid`` calls Mamba-2's heads value heads, and the groups of these heads key heads.
         fields |= {
             "mamba_num_groups": hybrid.key_heads,
             "mamba_num_heads": hybrid.value_heads,

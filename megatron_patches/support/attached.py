@@ -30,8 +30,7 @@ _MAY_CHANGE = {
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Modules of a layer, by their path in the layer; "" is the layer itself. The ``forward`` of these modules never runs
-if :attr:`Attached.disaggregated`."""
+"""Paths in a layer of modules whose ``forward`` never runs if :attr:`Attached.disaggregated`; "" is the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +82,7 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
     for name, before, now in _differences(then.fields, fields_of(model.config)):
         raise SupportError(
             f"{name} of the model's configuration is {now!r}, but was {before!r} when CAD attached the model, and "
-            f"parts of the model keep the earlier value: set {name} back, or set {name} before CAD is made, and build "
+            f"parts of the model have copied this value: set {name} back, or set {name} before CAD is made, and build "
             "and attach the model anew."
         )
     for name, holder, module in then.modules:

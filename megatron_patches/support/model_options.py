@@ -1,4 +1,4 @@
-"""Refuses wrong ``model_options`` (settings that Megatron's configuration lacks) and rotary settings without effect."""
+"""Refuses wrong ``model_options`` of ``distca.CAD``, and a GPTModel's rotary settings that ``rotations`` overrides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon
 
 
 def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:
-    """Refuses options that have a wrong value, have no effect, or conflict with each other or the configuration.
+    """Refuses options that have a wrong value, or conflict with each other or the configuration.
 
     Raises:
         SupportError: one or several options are refused; the message names one of them.
@@ -31,13 +31,12 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
 
 
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
-    """Refuses a GPTModel that was built with settings of rotary positions that no layer uses.
+    """Refuses rotary settings of a GPTModel that ``rotations``, the RoPE of each layer, leaves unused.
 
-    A layer does not use them if its entry of ``rotations`` is not None, or if ``no_rope_freq`` gives the layer no
-    positions.
+    A layer uses them if its entry of ``rotations`` is None and ``no_rope_freq`` does not skip the layer.
 
     Raises:
-        SupportError: the model's frequencies differ from Megatron's default, and no layer uses them.
+        SupportError: ``rotations`` is not empty, and no layer uses the model's frequencies, which are not the default.
     """
     config = model.config
     skipped = config.no_rope_freq or [0] * config.num_layers
@@ -84,11 +83,11 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
                 )
     if options.query_key_norm == "width" and config.normalization != "RMSNorm":
         yield (
-            f"`query_key_norm` is 'width', but normalization is {config.normalization!r}: only an RMSNorm can "
-            "normalise all heads together; set query_key_norm to 'head'."
+            f"`query_key_norm` is 'width', but normalization is {config.normalization!r}: one norm of all heads needs "
+            "RMSNorm; set query_key_norm to 'head', a norm of each head."
         )
     if options.norm_after_rotation and options.query_scaling is not None:
-        yield "`query_scaling` is set, but a norm after the rotation undoes it: set norm_after_rotation to False."
+        yield "`query_scaling` multiplies queries, but norm_after_rotation undoes this: set the latter to False."
     if not options.norm_bias and config.normalization == "RMSNorm":
         yield "`norm_bias` is False, but normalization is 'RMSNorm', which has no bias anyway: leave norm_bias out."
     if options.parallel_mlp and options.norms != "pre":

@@ -1,9 +1,10 @@
-"""The interface between the NVSHMEM transport (transport.py) and its *fabric*: the memory and signals of all ranks.
+"""The interface between the NVSHMEM transport (transport.py) and its *fabric*: all ranks' memory and signals.
 
 - peers: the other ranks. They write rows into this rank's receive buffer.
-- exchange: one movement of tensor rows between all ranks. All ranks number exchanges 1, 2, 3 and so on.
-- arrived: the rows lie in the receiver's buffer. Then the sender signals the exchange's number to the receiver.
-- consumed: the receiver has copied the rows out of its buffer. Then the receiver signals the number to the senders.
+- hop: one movement of rows between all ranks. All ranks number hops 1, 2, 3 and so on.
+- exchange: one hop, or two if ranks send rows on.
+- arrived: the rows lie in the receiver's buffer. Then the sender signals the hop's number to the receiver.
+- consumed: a rank has copied an exchange's rows out of its buffer.
 - token: a value that :meth:`Fabric.join` waits for.
 
 ``NvshmemFabric`` (symmetric_memory.py) implements the interface on GPUs. Tests have an implementation for CPUs.
@@ -29,9 +30,9 @@ class Put:
     Attributes:
         source: contiguous tensor.
         ranges: [N, 3] int64 on the host: for each range of rows the first source row, the first row at the peer, and
-            the number of rows. At the peer, the ranges follow each other without gaps.
+            the number of rows. At the peer, a range begins where the one before ends.
         rows: int64 on the device, the source rows of all ranges in order.
-        begin: offset in bytes of row 0 in the peer's receive buffer.
+        begin: the byte of the peer's receive buffer at which row 0 at the peer begins.
     """
 
     source: torch.Tensor
@@ -49,7 +50,7 @@ class Put:
 
 
 class Fabric(Protocol):
-    """Access to the receive buffers and signals of all ranks. On GPUs no method blocks the host.
+    """Access to all ranks' receive buffers and signals. On GPUs no method blocks the host.
 
     Attributes:
         receive_buffer: [capacity] uint8, this rank's buffer; all ranks have equal capacity.
@@ -60,14 +61,14 @@ class Fabric(Protocol):
     receive_buffer: torch.Tensor
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Any:
-        """Queues an exchange's writes and then signals "arrived", after the current stream's earlier work.
+        """Queues a hop's writes and then signals "arrived", after the current stream's earlier work.
 
         Args:
-            reuses: writes to a peer wait until the peer has consumed all exchanges up to this number; 0 for no wait.
+            reuses: writes to a peer wait until the peer has consumed exchanges up to this hop; 0 for no wait.
             puts: the rows to write, by peer.
 
         Returns:
-            A token. After :meth:`join` with this token, callers may write to the sources.
+            A token. After its :meth:`join`, callers may write to the sources.
         """
         ...
 
@@ -75,8 +76,7 @@ class Fabric(Protocol):
         """Queues copies of the rows that stay on this rank, after the current stream's earlier work.
 
         Args:
-            behind: the exchange's token from :meth:`put`, None if no rows were put. An implementation may let copies
-                wait for these writes.
+            behind: the first hop's token from :meth:`put`; None if no rank puts rows. Copies may wait for its writes.
 
         Returns:
             A token for the end of the copies; None if the current stream copies.
@@ -88,7 +88,7 @@ class Fabric(Protocol):
         ...
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """Makes the current stream wait until the rows of exchange ``number`` from ``peers`` have arrived."""
+        """Makes the current stream wait until the rows of hop ``number`` from ``peers`` have arrived."""
         ...
 
     def beside(self, work: Callable[[], None]) -> Any:
@@ -96,9 +96,9 @@ class Fabric(Protocol):
         ...
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Calls ``work``, which queues torch operations on the current stream. A test may delay the call."""
+        """Calls ``work``, which queues torch operations on the current stream. On CPUs, tests queue ``work`` itself."""
         ...
 
     def consumed(self, number: int) -> None:
-        """Signals to peers, after the current stream's earlier work, that exchanges up to ``number`` are consumed."""
+        """Signals to all peers, after the stream's earlier work, that exchanges up to hop ``number`` are consumed."""
         ...

@@ -1,15 +1,15 @@
 """Sends rows by NVSHMEM to *inter-node peers*: ranks on other nodes.
 
 - block: the NVSHMEM memory of one rank, with a receive buffer. All ranks' blocks have the same layout.
-- exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
-- arrived: the rows lie in the receiver's buffer. Then the sender signals the exchange's number to the receiver.
-- consumed: the receiver has copied the rows out of its buffer. Then the receiver signals the number to the senders.
+- hop: one movement of rows between all ranks. Hops are numbered 1, 2, 3 and so on.
+- arrived: the rows lie in the receiver's buffer. Then the sender signals the hop's number to the receiver.
+- consumed: the receiver has copied the rows out of its buffer. Then the receiver signals the number to all peers.
 - put: NVSHMEM's copy from this rank's block to a peer's block.
 - quiet: NVSHMEM's wait until all earlier puts and signals have arrived.
 - staging memory: a part of the block, in two halves. Rows are packed there before they are put.
 - load: the rows that are packed into one half at a time. While load n travels, load n + 1 is packed to the other half.
 
-One side stream runs these steps of an exchange:
+One side stream runs these steps of a hop:
 
     wait until the peers have consumed the rows that new rows will overwrite
     for each load: pack the load · quiet, except for the first load · put the load
@@ -153,9 +153,9 @@ class InternodePeers:
         self._told: dict[int, int] = {}  # by peer, the newest "consumed" signal that this rank has sent
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
-        """Queues the puts and signals of exchange ``number``, after the current stream's earlier work.
+        """Queues the puts and signals of hop ``number``, after the current stream's earlier work.
 
-        Puts overwrite rows of exchange ``reuses``, so they wait until the peer has consumed it; with 0 no put waits.
+        Puts overwrite rows of hop ``reuses``, so they wait until the peer has consumed it; with 0 no put waits.
 
         Returns:
             A token whose event is that all rows are packed; and the event that all rows have arrived. After the token's
@@ -185,10 +185,10 @@ class InternodePeers:
             self._queue.wait_for_signal(self._at.arrived_here + 8 * peer, number, self._queue.current_stream())
 
     def consumed(self, number: int, peers: Sequence[int]) -> None:
-        """Signals to ``peers`` that this rank has consumed all exchanges up to ``number``.
+        """Signals to ``peers`` that this rank has consumed all hops up to ``number``.
 
         Two signals without a quiet between them may arrive in any order. So a signal does not set the slot, but adds
-        the number of newly consumed exchanges to it."""
+        the number of newly consumed hops to it."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
@@ -252,7 +252,7 @@ class NvshmemQueue:
 
 @dataclass(frozen=True)
 class SentInternode(Sent):
-    """A token for one exchange's writes to inter-node peers and to *intra-node peers*, the other ranks of the node.
+    """A token for one hop's writes to inter-node peers and to *intra-node peers*, the other ranks of the node.
 
     Once ``events`` have happened, callers may write to the sources, but rows may still travel between nodes.
 

@@ -1,10 +1,10 @@
 """Writes a rank's rows to its *intra-node peers* (the other ranks of its node), and copies rows that stay on the rank.
 
 - receive buffer: the memory of a rank into which its peers write.
-- exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
-- slot: a 64-bit word in a rank's memory. To signal, a peer writes an exchange's number into the slot.
-- "arrived": with this signal a sender says that the exchange's rows are in the receive buffer.
-- "consumed": with this signal a receiver says that it has copied the exchange's rows out of the receive buffer.
+- hop: one movement of rows between all ranks. Hops are numbered 1, 2, 3 and so on.
+- slot: a 64-bit word in a rank's memory. To signal, a peer writes a hop's number into the slot.
+- "arrived": with this signal a sender says that the hop's rows are in the receive buffer.
+- "consumed": with this signal a receiver says that it has copied the hop's rows out of the receive buffer.
 - room: a peer has room for new rows when it has consumed the old rows in the same place of its receive buffer.
 
 Copy engines make large transfers, and take no multiprocessors from compute. A kernel writes small or scattered rows.
@@ -56,13 +56,13 @@ class CopyPolicy:
 
 @dataclass(frozen=True)
 class Sent:
-    """One exchange's writes or copies, which are queued on side streams.
+    """One hop's writes or copies, which are queued on side streams.
 
     Attributes:
         events: CUDA events, one at the end of the writes on each stream.
         held: tensors that must stay alive until the events occur.
-        peers: the peers that must consume exchange ``reuses`` before the writes begin.
-        reuses: number of the exchange whose rows are overwritten; 0 for no wait.
+        peers: the peers that must consume hop ``reuses`` before the writes begin.
+        reuses: number of the hop whose rows are overwritten; 0 for no wait.
     """
 
     events: list[Event]
@@ -127,9 +127,9 @@ class IntranodePeers:
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Queues the writes and signals of exchange ``number``, behind what the current stream has queued so far.
+        """Queues the writes and signals of hop ``number``, behind what the current stream has queued so far.
 
-        ``puts`` has the rows for each peer. Writes to a peer wait until the peer has consumed exchange ``reuses``."""
+        ``puts`` has the rows for each peer. Writes to a peer wait until the peer has consumed hop ``reuses``."""
         ready = self._queue.mark(self._queue.current_stream())
         small = {peer: pieces for peer, pieces in puts.items() if self._is_small(pieces)}
         large = {peer: pieces for peer, pieces in puts.items() if peer not in small}
@@ -216,7 +216,7 @@ class IntranodePeers:
     def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
         """Makes a stream wait for the source rows, for the peers' room, and for earlier writes on the other stream."""
         stream.wait_event(ready)
-        # Writes to a peer must end in the order of exchanges, because the peer's slot holds only the newest number.
+        # Writes to a peer must end in the order of hops, because the peer's slot holds only the newest number.
         for peer in puts:
             if peer in self._last and self._last[peer][0] is not stream:
                 stream.wait_event(self._last[peer][1])

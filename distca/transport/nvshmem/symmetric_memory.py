@@ -3,13 +3,13 @@
 - block: the NVSHMEM memory of one rank. All ranks' blocks have the same layout.
 - intra-node peers: the other ranks of this node. This rank writes to their blocks by copies or a kernel (intranode.py).
 - inter-node peers: ranks on other nodes. This rank writes to their blocks by NVSHMEM's own calls (internode.py).
-- exchange: one movement of tensor rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
-- slot: a 64-bit word in a block. To signal, a rank writes an exchange's number to a slot of a peer.
+- hop: one movement of tensor rows between all ranks. Hops are numbered 1, 2, 3 and so on.
+- slot: a 64-bit word in a block. To signal, a rank writes a hop's number to a slot of a peer.
 
 A block has, in this order:
 
-1. [ranks] slots: slot r has the number of the newest exchange whose rows from rank r have arrived
-2. [ranks] slots: slot r has the largest n for which rank r has *consumed* (copied out of its buffer) exchanges 1 to n
+1. [ranks] slots: slot r has the number of the newest hop whose rows from rank r have arrived
+2. [ranks] slots: slot r has the largest n for which rank r has *consumed* (copied out of its buffer) hops 1 to n
 3. the receive buffer, into which peers write rows
 4. if any rank has inter-node peers: staging memory, in which rows are packed before they travel
 """

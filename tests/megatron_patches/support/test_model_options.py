@@ -48,7 +48,7 @@ def test_options_that_go_together(options, fields):
         (
             ModelOptions(norm_after_rotation=True, query_scaling=QueryScaling(beta=0.1, original_length=8)),
             {"qk_layernorm": True},
-            "`query_scaling` is set, but a norm after the rotation undoes it",
+            "`query_scaling` multiplies queries, but norm_after_rotation undoes this",
         ),
         (ModelOptions(norm_bias=False), {}, "`norm_bias` is False, but normalization is 'RMSNorm'"),
         (ModelOptions(parallel_mlp=True, norms="post"), {}, "`parallel_mlp` is True, but `norms` is 'post'"),
