@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
@@ -14,6 +16,8 @@ from tests.train.small_runs import StepByStep, arguments, write_texts
 
 pytestmark = pytest.mark.slow
 
+_SENT = 0.05
+"""Seconds after a step in which gloo's threads let go of the last tensors that they sent."""
 CASES = [
     {"parallel__pp": stages, "model__layers": 2 * stages, "cad__backward": backward, "train__recompute": recompute}
     for stages, backward, recompute in (
@@ -45,6 +49,8 @@ def _measure(line: list[str], steps: int) -> list[int]:
         for _ in range(steps):
             run.run(step)
             run.trainer.optimizer.step()
+            dist.barrier()
+            time.sleep(_SENT)
             found.append(live.now())
     run.close()
     return found
