@@ -123,11 +123,27 @@ class GroupHeads:
         return received_CMF.flatten(0, 1).index_select(0, self.place)
 
     def _to_rows(self, x_TF: torch.Tensor) -> torch.Tensor:
-        # Not index_copy, for which autograd would keep all rows. No rank reads rows where no token is.
-        spread = x_TF.index_select(0, self.token)
+        spread = _Spread.apply(x_TF, self.token, self.place)
         received_CMF = _Exchange.apply(spread.unflatten(0, (self.group.size, -1)), self.group.group)
         rows: torch.Tensor = received_CMF[:, : self.rows].transpose(0, 1)
         return rows
+
+
+class _Spread(torch.autograd.Function):
+    """Puts tokens where all ranks' rows have them; no rank reads rows where no token is.
+
+    For index_copy autograd would keep all rows, and backward of index_select would add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TF: torch.Tensor, token: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        return x_TF.index_select(0, token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        return gradient.index_select(0, place), None, None
 
 
 class _Exchange(torch.autograd.Function):

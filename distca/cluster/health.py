@@ -137,7 +137,7 @@ class Health:
         self._doing = what
 
     def pool_has_formed(self) -> None:
-        """Makes this rank outlive servers without a model from now on. Before, homes would wait for a lost one."""
+        """Makes this rank outlive servers without a model from now on. Before, homes wait for each of them."""
         if self._pool is not None:
             self._may_go = self._pool.may_go
 
@@ -247,9 +247,7 @@ class Health:
             self._end(board.failure)
         elif dead := self._dead():
             self._end(self._death_of(dead))
-        elif lost := [
-            node for node in board.lost_nodes(_LOST_S) if not self._may_go.issuperset(self._ranks_of([node]))
-        ]:
+        elif lost := [node for node in board.lost_nodes(_LOST_S) if not self._may_be_lost(node)]:
             self._end(self._loss_of(lost))
         elif board.silence() > _LOST_S or (pool is not None and pool.is_server and board.broken >= _BROKEN_S):
             self._end(self._loss_of_store(board.silence()))
@@ -258,6 +256,10 @@ class Health:
             self.asked_by = self.asked_by or told.name
         elif told is not None:
             self._leave(128 + told)
+
+    def _may_be_lost(self, node: str) -> bool:
+        """Whether a node has servers without a model only; before the pool forms, PoolWatch has a longer limit."""
+        return self._pool is not None and self._pool.may_go.issuperset(self._ranks_of([node]))
 
     def _wait_for(self, happened: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds

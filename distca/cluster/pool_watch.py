@@ -55,7 +55,7 @@ class PoolWatch:
         self._store, self._me = store, me
         self._generation, self._transport = 0, None  # type: int, Breakable | None
         self._seen: dict[Process, tuple[int, float]] = {}
-        self._quiet = QUIET_S
+        self._quiet, self._looked = QUIET_S, time.monotonic()
         self._changing, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="distca-pool", daemon=True)
         self._thread.start()
@@ -93,11 +93,13 @@ class PoolWatch:
     def is_gone(self, server: Process) -> bool:
         """Whether a server's process has ended, or has given no sign of life for ``QUIET_S`` seconds; before the
         first generation, for ``STARTING_S``."""
-        _, since = self._seen.get(server, (0, time.monotonic()))
-        return not server.is_running() or time.monotonic() - since > self._quiet
+        _, since = self._seen.get(server, (0, self._looked))
+        return not server.is_running() or self._looked - since > self._quiet
 
     def _listen_to(self, servers: Sequence[Process], quiet: float) -> None:
-        self._quiet, self._seen = quiet, {each: (-1, time.monotonic()) for each in servers}
+        # Silence counts until the last look. Python's lock may keep the thread from looking for long.
+        self._quiet, self._looked = quiet, time.monotonic()
+        self._seen = dict.fromkeys(servers, (-1, self._looked))
 
     def _follow(self) -> None:
         while not self._stop.wait(_PERIOD_S):
@@ -116,6 +118,7 @@ class PoolWatch:
             now = self._store.count(_sign(server))
             if now != signs:
                 self._seen[server] = now, time.monotonic()
+        self._looked = time.monotonic()
         if transport is None:
             return
         if not self._store.has(key):

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from distca.ops.output_loss import add_product
 from distca.ops.row_sums import row_dots
-from distca.ops.triton import has_kernels
+from distca.ops.triton import has_kernels, is_trusted
 
 _HOPPER = (9, 0)
 """The compute capability of the GPUs for which torch's grouped product is used."""
@@ -221,5 +221,6 @@ def is_grouped(x_PI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
         return False
     if x_PI.is_cuda:
         # On Blackwell, torch's grouped product left the gradients of experts without rows uninitialised.
-        return x_PI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_PI.device) == _HOPPER
+        right = is_trusted("expert gradients")  # whose check has grouped products, too
+        return right and x_PI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_PI.device) == _HOPPER
     return x_PI.dtype == torch.float32  # Tests on CPUs thus call it, too.

@@ -199,8 +199,10 @@ def _serve(
         meeting.put(f"kernel/{me.process}", KernelAnswer("", str(error)))
         raise
     except Exception as error:
-        if not joins_later:
-            meeting.put(f"kernel/{me.process}", KernelAnswer("", f"the choice of a kernel failed: {error!r}."))
+        why = f"the choice of a kernel failed: {error!r}."
+        if joins_later:
+            raise RefusedServerError(why) from error
+        meeting.put(f"kernel/{me.process}", KernelAnswer("", why))
         raise
     me = replace(me, kernel=kernel.name)
     if not joins_later:

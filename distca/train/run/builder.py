@@ -148,6 +148,8 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         linears=config.train.linears,
         **cad_keywords(config.model),
     )
+    if world.health is not None:
+        world.health.pool_has_formed()
     if parallel.pp > 1 and not settings.enabled:
         model_config.timers = StageTimers(cad.pool.timeline)
     gpt = cad.attach(build_model(config.model, vocabulary, cad))

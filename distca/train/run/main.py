@@ -250,8 +250,6 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         else:  # also where checkpoint.resume found nothing to go on with
             config = replace(config, checkpoint=replace(config.checkpoint, resume=None))
         trainer = build_trainer(_with_costs(config, world), world, corpus.vocabulary)
-        if world.health is not None:
-            world.health.pool_has_formed()
         if resumed is None:
             folder = _decided(world.rank, lambda: _hold_new(config, held))
         elif world.rank == 0 and not config.train.evaluate:
