@@ -172,23 +172,30 @@ class ServerMembers:
 
         Raises:
             KernelError: a server has no usable kernel, or not the one that the user named. All homes raise it.
-            LaunchError: a server has ended, or does not answer.
+            LaunchError: a server has ended, or does not answer. All homes raise it.
         """
-        found: list[Any] = [None]
-        if self._leads:
-            found = [[self._kernel_of(each) for each in self._servers]]
-        dist.broadcast_object_list(found)
-        answers: list[KernelAnswer] = found[0]
+        answers: list[KernelAnswer] = self._of_leader(lambda: [self._kernel_of(each) for each in self._servers])
         for each, answer in zip(self._servers, answers, strict=True):
             if answer.objection:
                 raise KernelError(f"On server {each.number} of the pool: {answer.objection}")
         self._servers = [
             replace(each, kernel=answer.kernel) for each, answer in zip(self._servers, answers, strict=True)
         ]
-        if self._leads and self._tables is not None:
-            self._have_measured(self._tables)
-        if self._tables is not None:
-            dist.barrier()  # a table takes minutes
+        if (folder := self._tables) is not None:
+            self._of_leader(lambda: self._have_measured(folder))  # a table takes minutes
+
+    def _of_leader(self, make: Callable[[], Any]) -> Any:
+        """Returns on all homes what the first one makes, or raises its LaunchError on all."""
+        found: list[Any] = [None]
+        if self._leads:
+            try:
+                found = [make()]
+            except LaunchError as error:
+                found = [error]
+        dist.broadcast_object_list(found)
+        if isinstance(found[0], LaunchError):
+            raise found[0]
+        return found[0]
 
     def _have_measured(self, folder: Path) -> None:
         """Makes one server measure each cost table that is missing, and writes the tables to ``folder``."""
@@ -433,7 +440,10 @@ def _servers(numbers: Sequence[int]) -> str:
 
 
 _MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."
-_NO_TABLE = "Server {} of the pool has not measured its cost table: measure it with `distca profile`."
+_NO_TABLE = (
+    "Server {} of the pool has not measured its cost table: it has ended, or does not answer. Look at the server's "
+    "output, or measure the table with `distca profile`."
+)
 _NO_KERNEL = (
     "Server {} of the pool came, but has not chosen a kernel of core attention: it has ended, or does not answer. "
     "Look at the server's output, and start homes and servers again."

@@ -336,8 +336,8 @@ def _ended_early() -> list[str]:
 
 
 def test_homes_do_not_wait_for_a_server_that_ended_before_the_pool_was_formed() -> None:
-    ((here, elsewhere, chosen),) = run_ranks(1, _ended_early)
-    assert here == elsewhere
+    (here, elsewhere, chosen), other_home = run_ranks(2, _ended_early)
+    assert here == elsewhere and other_home == [here, elsewhere, chosen]
     assert here.startswith("Server 0 of the pool came, but has not chosen a kernel of core attention: it has ended, or")
     assert chosen.startswith("Server 0 of the pool ended before the pool was formed: look at the server's output")
 
