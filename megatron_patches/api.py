@@ -70,7 +70,7 @@ from megatron_patches.steps.plan_options import plan_options
 from megatron_patches.steps.step import Step, Taker, make_step
 from megatron_patches.steps.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps.steps_ahead import AgreedSteps
-from megatron_patches.support.attached import check_same_config, note_attached
+from megatron_patches.support.attached import check_same_config, never_called, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.hybrid import check_hybrid, warn_of_recurrent_layers
@@ -322,7 +322,8 @@ class CAD:
             if isinstance(module, PackedAttention):
                 module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
                 module.kind = replace(module.kind, softcap=options.score_softcap)
-        note_attached(model, self.pool, self._given.disaggregate or bool(pattern))
+        uncalled = never_called(self._given.disaggregate, hybrid=bool(pattern), own_layers=self._own_layers)
+        note_attached(model, self.pool, uncalled)
         return model
 
     def data_parallel(

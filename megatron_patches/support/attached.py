@@ -29,8 +29,6 @@ _MAY_CHANGE = {
 }
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
-_NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Paths in a layer of modules whose ``forward`` never runs if :attr:`Attached.disaggregated`; "" is the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,20 +39,37 @@ class Attached:
         pool: the attention kernel and transport of the CAD that attached the model. No two CADs share a pool.
         fields: values of the model's configuration, by field.
         modules: for each module inside the model: name, parent module, and the module itself.
-        disaggregated: whether the layers' parts are called one by one, and no layer's ``forward``.
+        uncalled: paths in a layer of modules whose ``forward`` never runs, from :func:`never_called`.
     """
 
     pool: AttentionPool
     fields: dict[str, Any]
     modules: list[tuple[str, torch.nn.Module, torch.nn.Module]]
-    disaggregated: bool
+    uncalled: tuple[str, ...]
 
 
-def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
-    """Stores the state of a model in ``model.attached``. ``CAD.attach`` calls this function after all its changes."""
+def never_called(disaggregate: bool, *, hybrid: bool, own_layers: bool) -> tuple[str, ...]:
+    """Returns the paths in a layer of modules whose ``forward`` never runs; "" is the layer itself.
+
+    Args:
+        disaggregate: whether other ranks may compute core attention.
+        hybrid: whether the model is a HybridModel.
+        own_layers: whether this project's layers replace Megatron's.
+    """
+    if disaggregate or hybrid:
+        paths = ("", "self_attention", "self_attention.conv1d", "mixer")
+        return (*paths, "self_attention.core_attention") if disaggregate else paths
+    return ("self_attention",) if own_layers else ()
+
+
+def note_attached(model: GPTModel, pool: AttentionPool, uncalled: tuple[str, ...]) -> None:
+    """Stores the state of a model in ``model.attached``. ``CAD.attach`` calls this function after all its changes.
+
+    ``uncalled`` is from :func:`never_called`.
+    """
     named = dict(model.named_modules())
     modules = [(name, named[name.rpartition(".")[0]], module) for name, module in named.items() if name]
-    model.attached = Attached(pool, fields_of(model.config), modules, disaggregated)
+    model.attached = Attached(pool, fields_of(model.config), modules, uncalled)
 
 
 def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
@@ -91,22 +106,21 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
                 f"{name} of the model was replaced or removed after CAD.attach: change the model before CAD.attach, "
                 "which checks it."
             )
-    if then.disaggregated:
-        _check_hooks(then)
+    _check_hooks(then)
 
 
 def _check_hooks(then: Attached) -> None:
     for name, _, module in then.modules:
-        if any(getattr(module, hooks) for hooks in _HOOKS) and _is_never_called(name):
+        if any(getattr(module, hooks) for hooks in _HOOKS) and _path_in_layer(name) in then.uncalled:
             raise SupportError(
-                f"{name} has a hook, which would never run: a disaggregated layer's parts are called one by one. Put "
+                f"{name} has a hook, which would never run: the layer's parts are called one by one. Put "
                 "the hook on the layer's norms, linear_qkv, linear_proj or mlp."
             )
 
 
-def _is_never_called(name: str) -> bool:
+def _path_in_layer(name: str) -> str | None:
     layer = re.fullmatch(r"decoder\.layers\.\d+\.?(.*)", name)
-    return layer is not None and layer[1] in _NEVER_CALLED
+    return None if layer is None else layer[1]
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:

@@ -70,12 +70,13 @@ def _llama_as_both() -> float:
 
 
 def _refuses_hooks_at_home(stack: Any, weights: dict[str, torch.Tensor]) -> None:
-    """A HybridModel's layers are never called, also where attention stays at home."""
+    """A HybridModel's layers are never called where attention stays at home, but core attention is."""
     from distca.errors import SupportError
     from distca.parity import disaggregated
     from megatron_patches.support.attached import check_as_attached
 
     cad, model = disaggregated.attached(stack, torch.float32, CPU, "reference", weights, disaggregate=False)
+    model.decoder.layers[0].self_attention.core_attention.register_forward_hook(lambda *_: None)
     check_as_attached(model, cad.pool)
     model.decoder.layers[0].register_forward_hook(lambda *_: None)
     with pytest.raises(SupportError, match=r"decoder\.layers\.0 has a hook, which would never run"):

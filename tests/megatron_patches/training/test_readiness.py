@@ -139,6 +139,20 @@ def _changed() -> dict[str, str]:
     return said
 
 
+def _hooked_at_home(multiplier: float) -> dict[str, tuple[str, bool]]:
+    """What is said of a hook on each part of a layer, and whether it ran. With 1.0 the layers are Megatron's own."""
+    from distca import ModelOptions
+
+    cad, ddp, step = _wrapped(disaggregate=False, model_options=ModelOptions(residual_multiplier=multiplier))
+    found = {}
+    for part in ("", ".self_attention", ".self_attention.core_attention"):
+        ran: list[Any] = []
+        hook = ddp.module.get_submodule(LAYER + part).register_forward_hook(lambda *_, ran=ran: ran.append(0))
+        found[part] = _trained(cad, ddp, step), bool(ran)
+        hook.remove()
+    return found
+
+
 def _mixed() -> dict[str, Any]:
     """Steps and models of another CAD than the one that runs them."""
     from distca import CAD
@@ -268,6 +282,7 @@ def _all() -> dict[str, Any]:
     levels = ({}, {"disaggregate": False}, {"backward": "keep"})
     return {
         "changed": _changed(),
+        "hooked": {multiplier: _hooked_at_home(multiplier) for multiplier in (1.0, 0.5)},
         "mixed": _mixed(),
         "harmless": _harmless(),
         "uses": _uses(),
@@ -302,6 +317,15 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         )
         assert said["elsewhere"].startswith("embedding.word_embeddings.weight is on meta, but CAD is for cpu")
         assert said["memory"].startswith("decoder.final_layernorm.weight has other memory than CAD.data_parallel gave")
+
+
+def test_a_hook_at_home_runs_or_is_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        megatrons, own = rank["hooked"][1.0], rank["hooked"][0.5]
+        said, ran = own.pop(".self_attention")
+        assert said.startswith(f"{LAYER}.self_attention has a hook, which would never run") and not ran
+        assert len(megatrons) == 3 and len(own) == 2
+        assert {*megatrons.values(), *own.values()} == {("", True)}
 
 
 @pytest.mark.parametrize(
