@@ -74,6 +74,20 @@ def test_unmodified_megatron_trains_the_same_batches_from_the_same_weights(tmp_p
     assert "| megatron-te |" in (tmp_path / "out" / "table.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+def test_all_modes_train_the_same_dense_model(tmp_path):
+    """Of a model with grouped-query attention, on two replicas.
+
+    Norms of queries and keys make attention count: a wrong base of RoPE is seen.
+    """
+    grouped = ("--model.layers", "1", "--model.heads", "4", "--model.qk_norm", "true")
+    start(tmp_path, "distca packed", *grouped)
+    compared = start(tmp_path, "megatron-te", *grouped)["cells"]["prolong 128"]["compared"]
+    assert max(compared["loss_difference"].values()) < 1e-6 and not compared["apart"]
+    assert max(compared["gradient_norm_difference"].values()) < 1e-3
+
+
 HYBRID = ["--model.layers", "4", "--model.qk_norm", "true", "--model.hybrid.pattern", "G-*-"]
 HYBRID += ["--model.hybrid.key_heads", "2", "--model.hybrid.value_heads", "4", "--model.hybrid.key_dim", "8"]
 HYBRID += ["--model.hybrid.value_dim", "8", "--model.hybrid.output_gate", "true"]
