@@ -37,7 +37,7 @@ _LAUNCHERS = {"3d": Launcher.RUN_3D, "4d": Launcher.RUN_4D}
 def launch(launcher: Launcher, arguments: list[str]) -> int:
     """Check everything, run the benchmark, draw the table over all runs; the exit code."""
     given = environment.read(launcher, os.environ)
-    warn_of_near_misses()
+    warn_of_near_misses(launcher)
     environment.refuse_twice(launcher, given, arguments)
     refuse_unused(arguments, used=() if launcher is Launcher.RUN_3D else (STAGES,))
     machines = find_machines(launcher, given, os.environ)

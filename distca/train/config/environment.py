@@ -31,13 +31,14 @@ def read(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
     return {variable.name: given[variable.name] for variable in VARIABLES if variable.name in given.keys() & taken}
 
 
-def near_misses(environment: Mapping[str, str]) -> list[str]:
-    """Sentences on variables that may be misspelled: their names are one letter away from one that is not given.
+def near_misses(launcher: Launcher, environment: Mapping[str, str]) -> list[str]:
+    """Sentences on variables that may be misspelled: one letter away from one that the launcher takes and is not given.
 
     :func:`read` refuses what is surely misspelled. Short names are alike by chance too, so of these a launcher warns.
     """
     given = {name: value for name, value in environment.items() if value}
-    known = [name for name in _BY_NAME if len(name) >= _FEWEST_LETTERS and name not in given]
+    taken = [name for name, variable in _BY_NAME.items() if variable.sets(launcher) is not None]
+    known = [name for name in taken if len(name) >= _FEWEST_LETTERS and name not in given]
     near = {name: [each for each in known if _one_letter(name, each)] for name in given.keys() - _BY_NAME.keys()}
     return [
         f"{name} is '{given[name]}', which no script of DistCA reads. If you mean {each[0]}, rename it."
@@ -47,10 +48,14 @@ def near_misses(environment: Mapping[str, str]) -> list[str]:
 
 
 def _one_letter(name: str, known: str) -> bool:
-    """Whether one letter more, less or other makes the one from the other, or two neighbours in the other order."""
+    """Whether one letter more, less or other makes the one from the other, or two neighbours in the other order.
+
+    A known name with few letters is not meant by a word with another letter in it (MODE, NODE).
+    """
     at = next((at for at, (a, b) in enumerate(zip(name, known, strict=False)) if a != b), min(len(name), len(known)))
     a, b = name[at:], known[at:]
-    return a != b and (a[1:] in (b, b[1:]) or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:]))
+    other = a[1:] == b[1:] and len(known) > _FEWEST_LETTERS
+    return a != b and (other or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:]))
 
 
 def check_value(name: str, value: str, values: Values) -> None:

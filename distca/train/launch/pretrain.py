@@ -30,7 +30,7 @@ _FOLDERS = ("--checkpoint.init_from", "--checkpoint.export")
 def launch(arguments: list[str]) -> int:
     """Check everything, install what is missing, train; the exit code."""
     values = _with_requeued(environment.read(Launcher.TRAINING, os.environ), arguments)
-    warn_of_near_misses()
+    warn_of_near_misses(Launcher.TRAINING)
     machines = find_machines(Launcher.TRAINING, values, os.environ)
     machines.check_divisible({name: int(values.get(name, 1)) for name in ("TP_SIZE", "PP_SIZE")})
     environment.refuse_twice(Launcher.TRAINING, values, arguments)

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from distca.errors import LaunchError
 from distca.train.config.environment import near_misses
+from distca.train.config.variables import Launcher
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -18,9 +19,9 @@ def say(text: str, end: str = "\n") -> None:
     sys.stderr.flush()
 
 
-def warn_of_near_misses() -> None:
-    """Warns of this process's environment variables whose names are nearly ours."""
-    for sentence in near_misses(os.environ):
+def warn_of_near_misses(launcher: Launcher) -> None:
+    """Warns of this process's environment variables whose names are nearly those that the launcher takes."""
+    for sentence in near_misses(launcher, os.environ):
         say(f"warning: {sentence}")
 
 

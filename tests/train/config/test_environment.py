@@ -48,16 +48,27 @@ def test_what_is_not_taken_is_refused_with_what_to_do_instead(launcher: Launcher
 @pytest.mark.parametrize("name", ["STEPZ", "STEP", "STEPPS", "STPES", "XSTEPS"])
 def test_a_name_one_letter_away_is_warned_of_unless_the_right_one_is_given(name: str) -> None:
     said = f"{name} is '3', which no script of DistCA reads. If you mean STEPS, rename it."
-    assert near_misses({name: "3", "HOME": "/"}) == [said]
-    assert near_misses({name: "3", "STEPS": "4"}) == near_misses({name: ""}) == []
+    assert near_misses(Launcher.TRAINING, {name: "3", "HOME": "/"}) == [said]
+    assert near_misses(Launcher.TRAINING, {name: "3", "STEPS": "4"}) == near_misses(Launcher.TRAINING, {name: ""}) == []
 
 
-def test_names_that_are_not_near_ours_are_not_warned_of() -> None:
-    others = "HOME PATH USER TERM LANG SHLVL HOSTNAME LOGNAME RANK WORLD_SIZE LOCAL_RANK STEPZZ TSPES CADS MIXT"
+@pytest.mark.parametrize("launcher", Launcher)
+def test_names_that_are_not_near_ours_are_not_warned_of(launcher: Launcher) -> None:
+    others = "HOME PATH USER TERM LANG SHLVL HOSTNAME LOGNAME RANK WORLD_SIZE LOCAL_RANK STEPZZ TSPES CADS MIXT NODE"
     tools = "SLURM_NNODES SLURM_STEP_ID NCCL_DEBUG CUDA_VISIBLE_DEVICES TORCHELASTIC_RUN_ID OMP_NUM_THREADS PET_RANK"
     ours = [variable.name for variable in VARIABLES]
-    assert near_misses(dict.fromkeys([*others.split(), *tools.split(), *ours], "1")) == []
-    assert near_misses(dict.fromkeys([*others.split(), *tools.split()], "1")) == []
+    assert near_misses(launcher, dict.fromkeys([*others.split(), *tools.split(), *ours], "1")) == []
+    assert near_misses(launcher, dict.fromkeys([*others.split(), *tools.split()], "1")) == []
+
+
+def test_a_variable_that_the_launcher_does_not_take_is_not_suggested() -> None:
+    given = {"BATCHEZ": "3", "STEPZ": "3"}
+    meant = {launcher: [said.split()[-3] for said in near_misses(launcher, given)] for launcher in Launcher}
+    assert meant == {
+        Launcher.TRAINING: ["STEPS,"],
+        Launcher.RUN_3D: ["BATCHES,"],
+        Launcher.RUN_4D: ["BATCHES,"],
+    }
 
 
 def test_what_a_variable_sets_exists() -> None:
