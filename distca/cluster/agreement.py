@@ -1,4 +1,4 @@
-"""Compares between ranks what each rank found by itself: its plan of a step, or an objection to a kernel.
+"""Lets ranks agree: on what each found by itself (its plan of a step, an objection), or on what the first one found.
 
 Every rank plans each step by itself, without messages. If two plans differed, a rank would wait for rows that no rank
 sends. So ranks compare checksums before a step runs.
@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -172,3 +172,23 @@ def of_ranks(mine: T) -> list[T]:
     found = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
+
+
+def of_first_rank(make: Callable[[], T]) -> T:
+    """Returns on every rank what ``make`` returns on rank 0, where alone it is called.
+
+    All ranks call this function together.
+
+    Raises:
+        DistcaError: on every rank the error that ``make`` raised.
+    """
+    found: list[T | DistcaError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [make()]
+        except DistcaError as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], DistcaError):
+        raise found[0]
+    return cast("T", found[0])

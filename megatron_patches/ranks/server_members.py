@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from distca.attention import AttentionSpec
-from distca.cluster.agreement import of_ranks
+from distca.cluster.agreement import of_first_rank, of_ranks
 from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
 from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.timeout import TIMEOUT
@@ -174,7 +174,7 @@ class ServerMembers:
             KernelError: a server has no usable kernel, or not the one that the user named. All homes raise it.
             LaunchError: a server has ended, or does not answer. All homes raise it.
         """
-        answers: list[KernelAnswer] = self._of_leader(lambda: [self._kernel_of(each) for each in self._servers])
+        answers: list[KernelAnswer] = of_first_rank(lambda: [self._kernel_of(each) for each in self._servers])
         for each, answer in zip(self._servers, answers, strict=True):
             if answer.objection:
                 raise KernelError(f"On server {each.number} of the pool: {answer.objection}")
@@ -182,20 +182,7 @@ class ServerMembers:
             replace(each, kernel=answer.kernel) for each, answer in zip(self._servers, answers, strict=True)
         ]
         if (folder := self._tables) is not None:
-            self._of_leader(lambda: self._have_measured(folder))  # a table takes minutes
-
-    def _of_leader(self, make: Callable[[], Any]) -> Any:
-        """Returns on all homes what the first one makes, or raises its LaunchError on all."""
-        found: list[Any] = [None]
-        if self._leads:
-            try:
-                found = [make()]
-            except LaunchError as error:
-                found = [error]
-        dist.broadcast_object_list(found)
-        if isinstance(found[0], LaunchError):
-            raise found[0]
-        return found[0]
+            of_first_rank(lambda: self._have_measured(folder))  # a table takes minutes
 
     def _have_measured(self, folder: Path) -> None:
         """Makes one server measure each cost table that is missing, and writes the tables to ``folder``."""

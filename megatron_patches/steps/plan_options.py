@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.attention import Kernel
+from distca.cluster.agreement import of_first_rank
 from distca.cluster.topology import pool_links
 from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
@@ -170,7 +171,7 @@ def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | No
             )
         return found
 
-    table = _first_ranks(find)
+    table = of_first_rank(find)
     if table is not None:
         return table
     count = area_cost if sort.kernel == "reference" else analytic_cost
@@ -179,19 +180,6 @@ def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | No
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-
-
-def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
-    """Returns on every rank the table that rank 0 finds, or raises rank 0's PlanError."""
-    found: list[TableCost | PlanError | None] = [None]
-    try:
-        found = [find()]
-    except PlanError as error:
-        found = [error]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], PlanError):
-        raise found[0]
-    return found[0]
 
 
 def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, window: int = 0) -> TableCost | None:
@@ -209,7 +197,7 @@ def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table:
     If the kind has a window, ``cost`` is a table and a table for the window exists, the object is that table. Otherwise
     it is derived from ``cost``."""
     if kind.window and isinstance(cost, TableCost):
-        table = _first_ranks(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
+        table = of_first_rank(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
         if table is not None:
             table.linear = cost.linear
             return table
@@ -231,7 +219,7 @@ def _costs_on(
         is_file = bool(cost_table) and not Path(cost_table or "").is_dir()
         return None if is_file else _table_of(sort, cost.shape, cost_table)
 
-    table = _first_ranks(find)
+    table = of_first_rank(find)
     return None if table is None else tuple(_cost_of(kind, table, sort, cost_table) for kind in kinds)
 
 

@@ -7,10 +7,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn
 
 from distca.data.corpus import Corpus
 from distca.errors import ConfigError, DamagedCheckpointError, DataError, DistcaError
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from megatron_patches.ranks.world import World
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -218,6 +217,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in _run
+        from distca.cluster.agreement import of_first_rank
         from distca.train.checkpoint.checkpoints import changes_since, with_saved_warmup
         from distca.train.checkpoint.folders import lacks_export
         from distca.train.run.builder import build_trainer
@@ -230,12 +230,12 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         logger.info("%s", said)
     finished = False
     with ExitStack() as held:
-        resumed = _decided(world.rank, lambda: _hold_resumed(config, held)) if config.checkpoint.resume else None
+        resumed = of_first_rank(lambda: _hold_resumed(config, held)) if config.checkpoint.resume else None
         if resumed is not None:
             folder, newest = resumed
             checkpoint = _intact(folder, newest, world)
             finished = checkpoint.step >= config.train.steps and not config.train.evaluate
-            if finished and not _decided(world.rank, lambda: lacks_export(config, checkpoint)):
+            if finished and not of_first_rank(lambda: lacks_export(config, checkpoint)):
                 written = f", and {config.checkpoint.export} is written" if config.checkpoint.export else ""
                 logger.info(
                     "%s has all of its %d steps%s: nothing is left to do.", folder.path, config.train.steps, written
@@ -251,7 +251,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
             config = replace(config, checkpoint=replace(config.checkpoint, resume=None))
         trainer = build_trainer(_with_costs(config, world), world, corpus.vocabulary)
         if resumed is None:
-            folder = _decided(world.rank, lambda: _hold_new(config, held))
+            folder = of_first_rank(lambda: _hold_new(config, held))
         elif world.rank == 0 and not config.train.evaluate:
             folder.write_resumed_config(config, checkpoint.step)
         held.enter_context(rank_log(folder, world.rank))
@@ -273,23 +273,6 @@ def _with_costs(config: RunConfig, world: World) -> RunConfig:
     return replace(config, cad=replace(config.cad, cost_table=tables))
 
 
-def _decided(rank: int, decide: Callable[[], T]) -> T:
-    """Returns rank 0's decision on all ranks, or raises the ConfigError that rank 0 raised. All ranks see the same file
-    system."""
-    import torch.distributed as dist
-
-    said: list[T | ConfigError | None] = [None]
-    if rank == 0:
-        try:
-            said = [decide()]
-        except ConfigError as error:
-            said = [error]
-    dist.broadcast_object_list(said)
-    if isinstance(said[0], ConfigError):
-        raise said[0]
-    return cast("T", said[0])
-
-
 def _hold_new(config: RunConfig, held: ExitStack) -> RunFolder:
     folder = create_run_folder(config)
     held.enter_context(hold(folder))
@@ -309,12 +292,13 @@ def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkp
 
 def _intact(folder: RunFolder, checkpoint: Checkpoint, world: World) -> Checkpoint:
     """The newest checkpoint up to this one whose checksums are right; every rank calls it and reads a part."""
+    from distca.cluster.agreement import of_first_rank
     from distca.train.checkpoint.checkpoints import check_contents_together
 
     while said := check_contents_together(checkpoint, world):
         if world.rank == 0:
             warn_of_damage(said)
-        older = _decided(world.rank, lambda: newest_intact(folder, before=checkpoint.step))  # noqa: B023
+        older = of_first_rank(lambda: newest_intact(folder, before=checkpoint.step))  # noqa: B023
         if older is None:
             raise DamagedCheckpointError(f"All checkpoints of {folder.path} are damaged, as the lines above say.")
         checkpoint = older
