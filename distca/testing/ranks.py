@@ -26,6 +26,8 @@ from distca.testing.shared_gpus import share_gpus
 from distca.transport.collective import nccl_goes_first
 
 _preloaded = ["torch", "torch.distributed", "numpy"]
+_LATER_S = 1.0
+"""Seconds after a rank's error in which another rank's death may be seen."""
 
 
 def preload(*modules: str) -> None:
@@ -157,9 +159,22 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
             except EOFError:
                 raise RankFailure(f"Rank {rank} died without a word.") from None
             if failed:
-                raise RankFailure(f"Rank {rank} failed:\n{payload}")
+                died = _died([each for each in waiting if each is not pipe])
+                why = f"Rank {pipes.index(died)} died without a word, and then:\n" if died else ""
+                raise RankFailure(f"{why}Rank {rank} failed:\n{payload}")
             results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _died(pipes: list[Connection]) -> Connection | None:
+    """Returns the pipe of a rank that has died, or dies within ``_LATER_S``; other ranks may fail of that first."""
+    for pipe in wait(pipes, _LATER_S):
+        assert isinstance(pipe, Connection)
+        try:
+            pipe.recv()
+        except EOFError:
+            return pipe
+    return None
 
 
 def _rank_main(
