@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from benchmarks.throughput.settings import parse
 from distca.baselines import BaselineError, parse_mode
 from distca.errors import ConfigError
 from distca.train.config.cli import parse_run_config
+from distca.train.launch.machines import free_port
 from megatron_patches.versions import has_gated_delta_net
 from tests.testing import programs
 
@@ -127,16 +127,17 @@ def test_all_modes_train_the_same_latent_attention(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 def test_its_megatron_is_as_it_was(tmp_path):
     """One rank in a real start: forked programs have Megatron-Core with our changes."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{free_port()}",
+    }
     words = [sys.executable, "-c", PROGRAM, *arguments(tmp_path, "megatron-te")]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "imported nothing of ours" in done.stdout
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 class Text(list):

@@ -13,6 +13,7 @@ import pytest
 from distca.cluster import interface
 from distca.cluster.interface import LOOPBACK, bind_gloo, interface_to, on_one_node
 from distca.testing.ranks import forked, run_ranks
+from distca.train.launch.machines import free_port
 
 
 def _routable() -> str:
@@ -46,13 +47,13 @@ def _join(folder: Path, rank: int, local: int, address: str, port: int) -> None:
 @pytest.mark.parametrize("local", [2, 1])
 def test_ranks_listen_on_loopback_or_where_rank_0_is(tmp_path: Path, local: int) -> None:
     address = _routable()
-    with socket.create_server((address, 0)) as free:
-        port = free.getsockname()[1]
+    place = LOOPBACK if local == 2 else address
+    port = free_port(place)
     ranks = [forked(_join, tmp_path, rank, local, address, port) for rank in range(2)]
     for rank in ranks:
         rank.join(60)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert found == [[LOOPBACK if local == 2 else address]] * 2
+    assert found == [[place]] * 2
 
 
 def test_ranks_of_one_machine_are_on_loopback() -> None:

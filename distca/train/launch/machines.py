@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
@@ -152,7 +154,7 @@ def _of_torchrun(script: str, values: Mapping[str, str], environment: Mapping[st
             "set NNODES to the number of machines (it is 1 if unset), or lower or unset NODE_RANK.",
         )
     if nodes == 1 and "SERVERS" in values:
-        return Machines("torchrun", 1, gpus, 0, LOOPBACK, values.get("MASTER_PORT", str(_free_port())))
+        return Machines("torchrun", 1, gpus, 0, LOOPBACK, values.get("MASTER_PORT", str(free_port())))
     if nodes == 1:
         return Machines("torchrun", 1, gpus, 0, "", "")
     if not {"MASTER_ADDR", "NODE_RANK"} <= values.keys():
@@ -228,10 +230,14 @@ def _gpus_of_job(environment: Mapping[str, str], nodes: int) -> int:
     return here
 
 
-def _free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return int(listener.getsockname()[1])
+def free_port(address: str = LOOPBACK) -> int:
+    """Returns a port of ``address`` on which no process listens.
+
+    The port may be used seconds later. So it is not one that systems give to connections, which start at 32768."""
+    for port in random.sample(range(20_000, 32_768), 100):
+        with suppress(OSError), socket.create_server((address, port)):
+            return port
+    raise LaunchError(f"100 ports of {address} from 20000 to 32767 are all taken.", "set MASTER_PORT to a free port.")
 
 
 def gpus_here() -> int:
