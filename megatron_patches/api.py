@@ -166,7 +166,7 @@ class CAD:
         if self._remote is not None:
             self._servers_at_first = self._remote.numbers
             self._remote.begin(self._terms())
-        self._ran: Step | None = None
+        self._last: tuple[Step, Step] | None = None  # as forward_backward last got it, and as it ran
         self.folder = Path()
         self._ahead: AgreedSteps | None = None
         self._single_steps = 0
@@ -433,6 +433,7 @@ class CAD:
         Returns:
             The loss function's reports, by micro-batch; empty on stages without the loss.
         """
+        given = step
         # If a server without a model is lost during the step, the step runs again without this server.
         while True:
             step = self._with_present_servers(step)
@@ -443,7 +444,7 @@ class CAD:
                 break
             put_back()
         if self._remote is not None:
-            self._ran = step
+            self._last = given, step
         if not forward_only:
             note_trained(model)
         step.queued()
@@ -476,8 +477,18 @@ class CAD:
         """Returns what the last :meth:`forward_backward` ran; callers must have called it with ``step``.
 
         If servers without a model left or joined after ``step`` was planned, it is a new plan of the same documents.
+
+        Raises:
+            SupportError: there are servers without a model, and the last :meth:`forward_backward` had another step.
         """
-        return self._ran or step
+        if self._remote is None:
+            return step
+        if self._last is None or all(step is not each for each in self._last):
+            raise SupportError(
+                "The step is not the one that the last forward_backward ran, and only that one is known as it ran: ask "
+                "for a step before the next one runs."
+            )
+        return self._last[1]
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
         """Returns the log-probabilities of all documents' tokens, on all ranks of the stage with the loss.
@@ -507,6 +518,9 @@ class CAD:
         Returns:
             On rank 0 a list with the report of each server, or None for a server that has left. None on other ranks,
             and without such servers.
+
+        Raises:
+            SupportError: the last :meth:`forward_backward` had another step.
         """
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 

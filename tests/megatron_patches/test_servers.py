@@ -159,6 +159,11 @@ def _ran(
     if repeated:
         cad._remote.is_served = partial(_lose_server, cad, cad._remote.is_served)
     reports = cad.forward_backward(second, summed_loss_step, ddp)
+    if case.servers:
+        assert cad.as_run(cad.as_run(second)) is cad.as_run(second)
+        for ask in (cad.as_run, cad.served):
+            with pytest.raises(SupportError, match="not the one that the last forward_backward ran"):
+                ask(first)
     away = [
         np.count_nonzero(plan.tasks.server >= cad.options.homes)
         for _, phase in cad.as_run(second).plan.phases
