@@ -31,18 +31,17 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
 
 
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
-    """Refuses rotary settings of a GPTModel that ``rotations``, the RoPE of each layer, leaves unused.
+    """Refuses rotary settings of a GPTModel that no layer uses.
 
-    A layer uses them if its entry of ``rotations`` is None and ``no_rope_freq`` does not skip the layer.
+    A layer uses them if ``rotations`` is empty or its entry is None, and ``no_rope_freq`` does not skip the layer.
 
     Raises:
-        SupportError: ``rotations`` is not empty, and no layer uses the model's frequencies, which are not the default.
+        SupportError: no layer uses the model's frequencies, which are not the default.
     """
     config = model.config
     skipped = config.no_rope_freq or [0] * config.num_layers
-    if not options.rotations or any(
-        rotary is None and not skip for rotary, skip in zip(options.rotations, skipped, strict=True)
-    ):
+    rotations = options.rotations or (None,) * config.num_layers
+    if any(rotary is None and not skip for rotary, skip in zip(rotations, skipped, strict=True)):
         return
     own: Any = model.rotary_pos_emb
     default = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True).inv_freq

@@ -96,7 +96,10 @@ def test_options_that_are_refused(options, fields, said):
         ((ROTARY, ROTARY), None, {"seq_len_interpolation_factor": 2.0}, True),
         ((ROTARY, None), [0, 1], {"rotary_base": 500}, True),
         ((ROTARY, None), None, {"rotary_base": 500}, False),
-        ((), [1, 1], {"rotary_base": 500}, False),
+        ((), [1, 1], {"rotary_base": 500}, True),
+        ((), [1, 1], {}, False),
+        ((), [1, 0], {"rotary_base": 500}, False),
+        ((), None, {"rotary_base": 500}, False),
     ],
 )
 def test_rotary_positions_that_no_layer_has(rotations, skipped, built, refused):
