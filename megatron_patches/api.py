@@ -39,7 +39,7 @@ from distca.data.batch import Document
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
 from distca.plan import PlanOptions
-from distca.runtime.attention_server import PoolTerms, Served
+from distca.runtime.pool_messages import PoolTerms, Served
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.experts.balance import ExpertLoad, LayerLoad
 from megatron_patches.experts.layer import take_nano_batches

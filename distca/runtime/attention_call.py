@@ -98,7 +98,7 @@ class AttentionCall(LayerCall):
         return _Leave.apply(graph_token, sink_H, self)
 
     # While a pipeline stage has no micro-batch, its ranks compute attention's backward for other stages. They have no
-    # autograd nodes then, so ``idle_stage.py`` calls the next four methods.
+    # autograd nodes then, so ``empty_layers.py`` calls the next four methods.
 
     @classmethod
     def for_backward(

@@ -13,9 +13,9 @@ layer with 0 tokens, so that its exchanges come in the same order as on homes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,13 +31,22 @@ from distca.cluster.process import Process, machine_name
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_to_device import uploading
 from distca.errors import DistcaError, KernelError, RefusedServerError, SupportError
-from distca.plan import PlanOptions
 from distca.plan.step import StepPlan
 from distca.plan.step_file import StepInputs
-from distca.runtime.device_routes import LayerRoutes, StepRoutes
-from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
-from distca.runtime.ping_pong import run_layers
-from distca.runtime.server import AttentionPool, together
+from distca.runtime.device_routes import StepRoutes
+from distca.runtime.empty_layers import EmptyLayer, serve_step
+from distca.runtime.pool_messages import (
+    FORMING,
+    Comer,
+    Generation,
+    KernelAnswer,
+    KernelTerms,
+    Served,
+    check_device,
+    gpu_id,
+    group_name,
+)
+from distca.runtime.server import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport.breakable import BreakableTransport, is_lost_peer
 from distca.transport.collective import nccl_goes_first
@@ -49,96 +58,8 @@ _PLANNED_AHEAD = 3
 replaces the oldest. A step whose plan was replaced is planned again."""
 _REMEMBERED = 16
 """The number of latest steps whose reports (:class:`Served`) stay in the store. Older reports are deleted."""
-FORMING = timedelta(seconds=20)
-"""The longest time for a generation's processes to connect. After it, homes start another generation. The first
-generation has TIMEOUT instead."""
 HOMES_QUIET = timedelta(days=7)
 """The longest time without a message from homes. After it, the server raises LaunchError."""
-
-
-@dataclass(frozen=True)
-class PoolTerms:
-    """The facts about the homes' model that a server needs.
-
-    Attributes:
-        spec: core attention on a home, with heads, dtype, device and the layers' kinds (such as window and scale).
-        backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
-        layers: numbers, from 0, of a pipeline stage's layers with attention, equal for all stages; empty means that
-            all layers have attention.
-    """
-
-    options: PlanOptions
-    spec: AttentionSpec
-    backward: Any
-    layers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Comer:
-    """A process that offers to serve.
-
-    Attributes:
-        number: the server's number, which a restarted server keeps.
-        device: "cuda" or "cpu".
-        gpu: name of the GPU model, or "cpu".
-        process: identity of the process; new after a restart.
-        kernel: name of the attention kernel; empty until the server has chosen one.
-        gpu_id: identity of the GPU; servers on the same GPU have the same ``gpu_id``. Empty without a GPU.
-    """
-
-    number: int
-    machine: str
-    device: str
-    gpu: str
-    process: Process
-    kernel: str = ""
-    gpu_id: str = ""
-
-
-@dataclass(frozen=True)
-class KernelTerms:
-    """The facts from which a server chooses its kernel.
-
-    Attributes:
-        servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
-        kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
-        measures: whether each of ``servers`` then waits to be told whether to measure a cost table (:data:`Measure`).
-    """
-
-    servers: tuple[Comer, ...]
-    spec: AttentionSpec
-    kernel: str
-    measures: bool = False
-
-
-@dataclass(frozen=True)
-class KernelAnswer:
-    """A server's answer to :class:`KernelTerms`.
-
-    Attributes:
-        kernel: the name of the kernel that the server takes; empty if it takes none.
-        objection: the reason why the server takes no kernel, as a sentence; else empty.
-    """
-
-    kernel: str
-    objection: str = ""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The servers of one generation.
-
-    Attributes:
-        servers: the servers, in the order of their ranks in the pool, which follow the homes' ranks. With
-            tensor-parallel size ``tp``, the servers i · ``tp`` to i · ``tp`` + ``tp`` - 1 have the same rank, each in
-            its own process group.
-        told: number of the generation's first message in the store.
-    """
-
-    number: int
-    servers: tuple[Comer, ...]
-    terms: PoolTerms
-    told: int
 
 
 Measure = Callable[[Kernel, AttentionSpec], dict[str, Any]]
@@ -193,13 +114,9 @@ def _serve(
     try:
         check_device(asked.spec.device.type, device.type, me.number)
         kernel = choose_kernel(asked.kernel, replace(asked.spec, device=device))
-    except (SupportError, KernelError) as error:
-        if joins_later:
-            raise RefusedServerError(str(error)) from error
-        meeting.put(f"kernel/{me.process}", KernelAnswer("", str(error)))
-        raise
     except Exception as error:
-        why = f"the choice of a kernel failed: {error!r}."
+        expected = isinstance(error, SupportError | KernelError)
+        why = str(error) if expected else f"the choice of a kernel failed: {error!r}."
         if joins_later:
             raise RefusedServerError(why) from error
         meeting.put(f"kernel/{me.process}", KernelAnswer("", why))
@@ -220,41 +137,10 @@ def _serve(
     return _Server(meeting, me, kernel, device, watch).run(first)
 
 
-def gpu_id(device: torch.device) -> str:
-    """Returns the identity of a GPU; empty for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def group_name(generation: int, part: int) -> str:
-    return f"{generation}/part/{part}"
-
-
 def _host(store: dist.Store) -> str:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else LOOPBACK
-
-
-def check_device(homes: str, own: str, number: int) -> None:
-    """Raises SupportError if homes compute on GPUs and this server on a CPU, or the reverse."""
-    if homes != own:
-        raise SupportError(
-            f"Server {number} has device {own}, and the homes compute on {homes}: start all of them on GPUs, "
-            "or all on CPUs (CUDA_VISIBLE_DEVICES=)."
-        )
-
-
-@dataclass(frozen=True)
-class Served:
-    """A server's report of one step.
-
-    Attributes:
-        seconds: for the keys "forward" and "backward", the seconds of each attention computation in the step.
-        peak: peak bytes of GPU memory in the step; on CPUs the process's resident bytes after the step.
-    """
-
-    seconds: dict[str, list[float]]
-    peak: int
 
 
 class _Server:
@@ -359,7 +245,7 @@ class _Server:
         if zero is not None and not self._pool.timeline.recording:
             self._pool.timeline.start_recording(zero)
         try:
-            self._serve(plan, routes, forward_only)
+            serve_step(self._pool, self._layer, plan, routes, forward_only)
             if self._device.type in MAY_GO:
                 self._transport.came_to_end(self._device)
         except RuntimeError as error:
@@ -400,66 +286,3 @@ class _Server:
             raise
         self._store.put(f"planned/{step}/{self._number}", plan.fingerprint)
         return plan, routes
-
-    def _serve(self, plan: StepPlan, routes: StepRoutes, forward_only: bool) -> None:
-        if plan.options.stages == 1:
-            for of_layers in routes.own:
-                self._serve_micro_batch(of_layers, forward_only)
-            return
-        for direction, number in plan.order():
-            of_phase = (routes.served_forward if direction == "forward" else routes.served_backward)[number]
-            assert of_phase is not None
-            if direction == "forward":
-                serve_forward(self._pool, of_phase, [self._layer] * len(of_phase))
-            elif not forward_only:
-                serve_backward(self._pool, of_phase, [self._layer] * len(of_phase))
-
-    def _serve_micro_batch(self, routes: Sequence[LayerRoutes], forward_only: bool) -> None:
-        options = self._terms.options
-        kinds = options.layer_kinds[0] if options.layer_kinds else (0,) * len(routes)
-        layers = [_TracedLayer(self._layer, options.kinds[kind].sink) for kind in kinds]
-        with torch.set_grad_enabled(not forward_only):
-            hidden = [layers[0].hidden() for _ in routes[0]]
-            ends = run_layers(layers, hidden, routes, self._pool)
-            if not forward_only:
-                torch.cat(ends).sum().backward()
-
-
-class _TracedLayer:
-    """A layer with 0 tokens. Its input requires gradients, so that autograd runs backward through all layers, and
-    exchanges come in the same order as on homes.
-
-    Args:
-        empty: heads, head widths, dtype and device of the layer's rows.
-        has_sink: whether the layer has sinks, which are learned scores in the softmax. The server then sends the
-            log-sum-exp of scores too, since homes apply sinks.
-    """
-
-    def __init__(self, empty: EmptyLayer, has_sink: bool) -> None:
-        self._empty = empty
-        self.sink = torch.zeros(empty.heads, device=empty.device) if has_sink else None
-
-    def hidden(self) -> torch.Tensor:
-        """Returns the first layer's input: 0 rows, as wide as q, k and v side by side."""
-        each = self._empty
-        return torch.empty(0, sum(self._widths), dtype=each.dtype, device=each.device, requires_grad=True)
-
-    @property
-    def _widths(self) -> tuple[int, int, int]:
-        each = self._empty
-        return each.heads * each.head_dim, each.kv_heads * each.head_dim, each.kv_heads * each.value_width
-
-    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        each = self._empty
-        q, k, v = hidden.split(self._widths, dim=1)
-        kv = together(
-            k.reshape(0, each.kv_heads, each.head_dim),
-            v.reshape(0, each.kv_heads, each.value_width),
-        )
-        return hidden, q.reshape(0, each.heads, each.head_dim), kv
-
-    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        # The result must depend on attention's output o, or backward would skip this layer's exchanges.
-        (hidden,) = residual
-        o = o_NHD.reshape(0, self._empty.heads * self._empty.value_width)
-        return torch.cat((o, hidden[:, o.shape[1] :]), dim=1)

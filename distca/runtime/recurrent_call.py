@@ -86,7 +86,7 @@ class RecurrentCall(LayerCall):
         self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
         self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
 
-    # ``idle_stage.py`` calls the next four methods on a pipeline stage without a micro-batch. The stage takes part in
+    # ``empty_layers.py`` calls the next four methods on a pipeline stage without a micro-batch. The stage takes part in
     # backward's exchanges, but has no autograd nodes.
 
     def begin_backward(self, rows: tuple[torch.Tensor, ...], parameters: CoreParameters) -> None:

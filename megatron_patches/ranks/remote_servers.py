@@ -25,7 +25,7 @@ import torch
 from distca.errors import LaunchError, PlanError
 from distca.plan.step import StepPlan
 from distca.plan.step_file import StepInputs
-from distca.runtime.attention_server import Comer, Served
+from distca.runtime.pool_messages import Comer, Served
 from megatron_patches.ranks.server_members import ServerMembers
 
 

@@ -41,7 +41,7 @@ from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.timeout import TIMEOUT
 from distca.errors import KernelError, LaunchError, SupportError
 from distca.plan.cost.table_file import TABLES, find_table, table_name, write_table
-from distca.runtime.attention_server import (
+from distca.runtime.pool_messages import (
     FORMING,
     Comer,
     Generation,

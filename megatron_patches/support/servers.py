@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
-from distca.runtime.attention_server import Comer
+from distca.runtime.pool_messages import Comer
 
 
 def check_with_servers(config: TransformerConfig, offload: bool) -> None:

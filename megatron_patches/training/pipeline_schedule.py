@@ -32,7 +32,7 @@ from distca.plan import StepPlan
 from distca.recurrent import CoreParameters
 from distca.runtime import AttentionPool
 from distca.runtime.device_routes import StepRoutes
-from distca.runtime.idle_stage import (
+from distca.runtime.empty_layers import (
     AnyEmptyLayer,
     EmptyLayer,
     EmptyRecurrentLayer,

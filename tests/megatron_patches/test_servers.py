@@ -29,7 +29,7 @@ from distca.cluster.process import Process
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
 from distca.plan.cost.table_file import TABLES, find_table
 from distca.runtime import attention_server
-from distca.runtime.attention_server import Comer, KernelAnswer, KernelTerms, check_device
+from distca.runtime.pool_messages import Comer, KernelAnswer, KernelTerms, check_device
 from distca.testing.ranks import run_ranks
 from distca.transport.breakable import BreakableTransport
 from megatron_patches.arguments import CadArguments

@@ -1,9 +1,9 @@
 """Computes attention and recurrences for other ranks, while this rank has no micro-batch of its own.
 
-In a *phase* all pipeline stages run forward, or all run backward; a stage has one micro-batch or none. In each layer,
-ranks of all stages exchange q, k, v and outputs, and every rank must take part in these exchanges. So a rank without a
-micro-batch runs stand-ins for layers, whose own q, k and v have 0 rows. A micro-batch is computed in one or two parts,
-the *nano-batches* ping (first) and pong (second).
+In a *phase* all pipeline stages run forward, or all run backward; a stage has one micro-batch or none. A server without
+a model never has one. In each layer, ranks exchange q, k, v and outputs, and every rank must take part in these
+exchanges. So a rank without a micro-batch runs stand-ins for layers, whose own q, k and v have 0 rows. A micro-batch is
+computed in one or two parts, the *nano-batches* ping (first) and pong (second).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from distca.plan import PlanOptions
+from distca.plan.step import StepPlan
 from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel
 from distca.runtime.attention_call import AttentionCall
-from distca.runtime.device_routes import LayerRoutes
+from distca.runtime.device_routes import LayerRoutes, StepRoutes
 from distca.runtime.kept_rows import HomeRows
 from distca.runtime.ping_pong import run_layers
 from distca.runtime.recurrent_call import RecurrentCall
@@ -138,3 +140,70 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
         above = calls
     for call in above:
         call.backward_join_gradients()
+
+
+def serve_step(pool: AttentionPool, layer: EmptyLayer, plan: StepPlan, routes: StepRoutes, forward_only: bool) -> None:
+    """Computes a server's part of a step; ``layer`` stands in for each of the model's layers with attention."""
+    if plan.options.stages == 1:
+        for of_layers in routes.own:
+            _serve_micro_batch(pool, layer, plan.options, of_layers, forward_only)
+        return
+    for direction, number in plan.order():
+        of_phase = (routes.served_forward if direction == "forward" else routes.served_backward)[number]
+        assert of_phase is not None
+        if direction == "forward":
+            serve_forward(pool, of_phase, [layer] * len(of_phase))
+        elif not forward_only:
+            serve_backward(pool, of_phase, [layer] * len(of_phase))
+
+
+def _serve_micro_batch(
+    pool: AttentionPool, layer: EmptyLayer, options: PlanOptions, routes: Sequence[LayerRoutes], forward_only: bool
+) -> None:
+    kinds = options.layer_kinds[0] if options.layer_kinds else (0,) * len(routes)
+    layers = [_TracedLayer(layer, options.kinds[kind].sink) for kind in kinds]
+    with torch.set_grad_enabled(not forward_only):
+        hidden = [layers[0].hidden() for _ in routes[0]]
+        ends = run_layers(layers, hidden, routes, pool)
+        if not forward_only:
+            torch.cat(ends).sum().backward()
+
+
+class _TracedLayer:
+    """A layer with 0 tokens. Its input requires gradients, so that autograd runs backward through all layers, and
+    exchanges come in the same order as on homes.
+
+    Args:
+        empty: heads, head widths, dtype and device of the layer's rows.
+        has_sink: whether the layer has sinks, which are learned scores in the softmax. The server then sends the
+            log-sum-exp of scores too, since homes apply sinks.
+    """
+
+    def __init__(self, empty: EmptyLayer, has_sink: bool) -> None:
+        self._empty = empty
+        self.sink = torch.zeros(empty.heads, device=empty.device) if has_sink else None
+
+    def hidden(self) -> torch.Tensor:
+        """Returns the first layer's input: 0 rows, as wide as q, k and v side by side."""
+        each = self._empty
+        return torch.empty(0, sum(self._widths), dtype=each.dtype, device=each.device, requires_grad=True)
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        each = self._empty
+        return each.heads * each.head_dim, each.kv_heads * each.head_dim, each.kv_heads * each.value_width
+
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        each = self._empty
+        q, k, v = hidden.split(self._widths, dim=1)
+        kv = together(
+            k.reshape(0, each.kv_heads, each.head_dim),
+            v.reshape(0, each.kv_heads, each.value_width),
+        )
+        return hidden, q.reshape(0, each.heads, each.head_dim), kv
+
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        # The result must depend on attention's output o, or backward would skip this layer's exchanges.
+        (hidden,) = residual
+        o = o_NHD.reshape(0, self._empty.heads * self._empty.value_width)
+        return torch.cat((o, hidden[:, o.shape[1] :]), dim=1)

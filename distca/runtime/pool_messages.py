@@ -1,0 +1,138 @@
+"""The messages between homes, which are the ranks that train, and servers without a model, which compute attention.
+
+Homes and servers write these objects, pickled, into the store of their *pool* (:mod:`distca.cluster.pool_store`). A
+*generation* is the pool while its members stay the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from distca.attention import AttentionSpec
+from distca.cluster.process import Process
+from distca.errors import SupportError
+from distca.plan import PlanOptions
+
+FORMING = timedelta(seconds=20)
+"""The longest time for a generation's processes to connect. After it, homes start another generation. The first
+generation has TIMEOUT instead."""
+
+
+@dataclass(frozen=True)
+class PoolTerms:
+    """The facts about the homes' model that a server needs.
+
+    Attributes:
+        spec: core attention on a home, with heads, dtype, device and the layers' kinds (such as window and scale).
+        backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
+        layers: numbers, from 0, of a pipeline stage's layers with attention, equal for all stages; empty means that
+            all layers have attention.
+    """
+
+    options: PlanOptions
+    spec: AttentionSpec
+    backward: Any
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comer:
+    """A process that offers to serve.
+
+    Attributes:
+        number: the server's number, which a restarted server keeps.
+        device: "cuda" or "cpu".
+        gpu: name of the GPU model, or "cpu".
+        process: identity of the process; new after a restart.
+        kernel: name of the attention kernel; empty until the server has chosen one.
+        gpu_id: identity of the GPU; servers on the same GPU have the same ``gpu_id``. Empty without a GPU.
+    """
+
+    number: int
+    machine: str
+    device: str
+    gpu: str
+    process: Process
+    kernel: str = ""
+    gpu_id: str = ""
+
+
+@dataclass(frozen=True)
+class KernelTerms:
+    """The facts from which a server chooses its kernel.
+
+    Attributes:
+        servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
+        kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
+        measures: whether each of ``servers`` then waits to be told whether to measure a cost table.
+    """
+
+    servers: tuple[Comer, ...]
+    spec: AttentionSpec
+    kernel: str
+    measures: bool = False
+
+
+@dataclass(frozen=True)
+class KernelAnswer:
+    """A server's answer to :class:`KernelTerms`.
+
+    Attributes:
+        kernel: the name of the kernel that the server takes; empty if it takes none.
+        objection: the reason why the server takes no kernel, as a sentence; else empty.
+    """
+
+    kernel: str
+    objection: str = ""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The servers of one generation.
+
+    Attributes:
+        servers: the servers, in the order of their ranks in the pool, which follow the homes' ranks. With
+            tensor-parallel size ``tp``, the servers i · ``tp`` to i · ``tp`` + ``tp`` - 1 have the same rank, each in
+            its own process group.
+        told: number of the generation's first message in the store.
+    """
+
+    number: int
+    servers: tuple[Comer, ...]
+    terms: PoolTerms
+    told: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server's report of one step.
+
+    Attributes:
+        seconds: for the keys "forward" and "backward", the seconds of each attention computation in the step.
+        peak: peak bytes of GPU memory in the step; on CPUs the process's resident bytes after the step.
+    """
+
+    seconds: dict[str, list[float]]
+    peak: int
+
+
+def gpu_id(device: torch.device) -> str:
+    """Returns the identity of a GPU; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def group_name(generation: int, part: int) -> str:
+    return f"{generation}/part/{part}"
+
+
+def check_device(homes: str, own: str, number: int) -> None:
+    """Raises SupportError if homes compute on GPUs and this server on a CPU, or the reverse."""
+    if homes != own:
+        raise SupportError(
+            f"Server {number} has device {own}, and the homes compute on {homes}: start all of them on GPUs, "
+            "or all on CPUs (CUDA_VISIBLE_DEVICES=)."
+        )
