@@ -203,6 +203,30 @@ def test_kernels_are_no_farther_from_float64_than_torchs_operations():
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
+def test_expert_gradients_are_products_of_rows_that_hopper_reads_16_bytes_at_a_time():
+    """Compiles the kernel as for widths of which nothing is known but that they are multiples of 8."""
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from distca.ops.triton import expert_gradients as kernel
+
+    types = {"sums": "*fp32", "d_of": "*bf16", "x_of": "*bf16", "ends": "*i32"}
+    constants = {"WIDTH": kernel._WIDTH, "O_BLOCK": kernel._OUTPUTS, "I_BLOCK": kernel._INPUTS, "R_BLOCK": kernel._ROWS}
+    names = kernel._add_gradients.arg_names
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    assert all(kernel._add_gradients.params[names.index(name)].do_not_specialize for name in ("outputs", "inputs"))
+    source = compiler.ASTSource(
+        kernel._add_gradients,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in types},
+    )
+    options = {"num_warps": 8, "num_stages": 3}
+    found = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in found
+    assert "cp.async.cg.shared.global" in found and "ld.global.b16" not in found
+
+
 if __name__ == "__main__":
     for name, cases in CASES.items():
         for case in cases:

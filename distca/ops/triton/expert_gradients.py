@@ -12,6 +12,9 @@ import triton.language as tl
 _OUTPUTS, _INPUTS, _ROWS = 128, 256, 64
 """Rows and columns of a weight that a program computes, and rows of operands that it adds up at a time. The numbers
 are those of usual products on Hopper; others were not tried."""
+_WIDTH = 8
+"""The columns of operands are a multiple of it, so that 16 bytes are read at once. If the kernel did not know, it would
+read bfloat16 numbers one by one."""
 
 
 def add_expert_gradients(sums_EOI: torch.Tensor, d_PO: torch.Tensor, x_PI: torch.Tensor, ends_E: torch.Tensor) -> None:
@@ -20,17 +23,20 @@ def add_expert_gradients(sums_EOI: torch.Tensor, d_PO: torch.Tensor, x_PI: torch
     Products are added up in float32. Experts without rows keep their sums.
 
     Args:
-        sums_EOI: float32 [E, O, I]; each of its matrices is contiguous.
+        sums_EOI: float32 [E, O, I]; each of its matrices is contiguous, at a distance that is a multiple of 8.
         d_PO: gradients of outputs, contiguous, rows sorted by expert.
-        x_PI: inputs, contiguous, of the same dtype.
+        x_PI: inputs, contiguous, of the same dtype. O and I are multiples of 8.
         ends_E: int32 one past the last row of each expert.
     """
     experts, outputs, inputs = sums_EOI.shape
     assert d_PO.is_contiguous() and x_PI.is_contiguous() and sums_EOI.stride()[1:] == (inputs, 1)
+    widths = outputs, inputs, sums_EOI.stride(0)
+    assert not any(each % _WIDTH for each in widths)
     # Tiles of one expert run at the same time, so that they find its rows in the cache.
     grid = (triton.cdiv(outputs, _OUTPUTS) * triton.cdiv(inputs, _INPUTS), experts)
     _add_gradients[grid](
-        *(sums_EOI, d_PO, x_PI, ends_E, outputs, inputs, sums_EOI.stride(0)),
+        *(sums_EOI, d_PO, x_PI, ends_E, *(each // _WIDTH for each in widths)),
+        WIDTH=_WIDTH,
         O_BLOCK=_OUTPUTS,
         I_BLOCK=_INPUTS,
         R_BLOCK=_ROWS,
@@ -39,11 +45,13 @@ def add_expert_gradients(sums_EOI: torch.Tensor, d_PO: torch.Tensor, x_PI: torch
     )
 
 
-@triton.jit
+# One version of the kernel serves all sizes, so that the self-check runs the version that training does.
+@triton.jit(do_not_specialize=["outputs", "inputs", "distance"])
 def _add_gradients(  # type: ignore[no-untyped-def]
     sums, d_of, x_of, ends, outputs, inputs, distance,
-    O_BLOCK: tl.constexpr, I_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, O_BLOCK: tl.constexpr, I_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    outputs, inputs, distance = outputs * WIDTH, inputs * WIDTH, distance * WIDTH
     tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)
     across = tl.cdiv(inputs, I_BLOCK)
     output = (tile // across) * O_BLOCK + tl.arange(0, O_BLOCK)
