@@ -25,21 +25,18 @@ heads, K elements of a head of k, V elements of a head of v.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from distca.recurrent import CoreParameters, CoreRows, Recurrence, RecurrentKernel, carried
+from distca.recurrent import CoreParameters, CoreRows, Recurrence, RecurrentKernel
 from distca.recurrent.convolution import core_rows
 from distca.recurrent.kernel import wide
 from distca.runtime.kept_rows import moved
 from distca.runtime.nodes import LayerCall, Node, graph_token
+from distca.runtime.recurrent_pieces import Pieces, States, states_before
 from distca.runtime.recurrent_routes import RecurrentRoutes, StateRoutes
 from distca.runtime.server import AttentionPool
-
-States = Mapping[int, torch.Tensor]
-"""States or their gradients, by the index of a piece on this rank or by the index of a document."""
 
 
 class RecurrentCall(LayerCall):
@@ -62,7 +59,8 @@ class RecurrentCall(LayerCall):
         before: RecurrentCall | None = None,
     ) -> None:
         super().__init__(pool, layer, nano, pool.homes or pool.transport)
-        self._routes, self._what, self._kernel, self._before = routes, what, kernel, before
+        self._routes, self._what, self._before = routes, what, before
+        self._pieces = Pieces(routes, kernel)
         self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g and beta_NH of launch_halo
         self._parameters: CoreParameters | None = None
         self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch
@@ -80,11 +78,6 @@ class RecurrentCall(LayerCall):
         self._graph: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = ((), [])
         self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows
         self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta
-        pairs = list(zip(routes.opens, routes.closes, strict=True))
-        self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
-        self._first = [n for n, each in enumerate(pairs) if each == (True, False)]
-        self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
-        self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
 
     # ``empty_layers.py`` calls the next four methods on a pipeline stage without a micro-batch. The stage takes part in
     # backward's exchanges, but has no autograd nodes.
@@ -152,13 +145,11 @@ class RecurrentCall(LayerCall):
     def _summarise(self, parameters: CoreParameters) -> None:
         self._parameters = parameters
         with self._pool.timeline.compute("summarise", *self._where, "forward"):
-            rows = self._core_rows()
+            rows, pieces = self._core_rows(), self._pieces
             o_NHV = torch.zeros_like(rows.v)
-            self._forward(rows, self._only, None, o_NHV, wanted=False)
-            own, transitions = self._kernel.summaries(rows, self._spans(self._inner))
-            self._own = dict(zip(self._first, self._forward(rows, self._first, None, o_NHV), strict=True))
-            self._own |= dict(zip(self._inner, own, strict=True))
-            self._transitions = dict(zip(self._inner, transitions, strict=True))
+            pieces.forward(rows, pieces.only, {}, o_NHV, wanted=False)
+            own, self._transitions = pieces.inner_summaries(rows)
+            self._own = dict(zip(pieces.first, pieces.forward(rows, pieces.first, {}, o_NHV), strict=True)) | own
         self._core = rows, o_NHV
 
     def _launch_states(self) -> None:
@@ -172,9 +163,11 @@ class RecurrentCall(LayerCall):
             passed: States = {}
             if self._before is not None:
                 passed, self._before._last_states = self._before._last_states, {}
-            self._states, self._last_states = self._states_before(self._routes.forward, passed, backward=False)
-            for numbers in (self._inner, self._last):
-                self._forward(rows, numbers, self._stacked(self._states, numbers), o_NHV, wanted=False)
+            self._states, self._last_states = states_before(
+                self._take_arrived(), self._routes.forward, passed, backward=False
+            )
+            for numbers in (self._pieces.inner, self._pieces.last):
+                self._pieces.forward(rows, numbers, self._states, o_NHV, wanted=False)
             if self._parameters.skip is not None:
                 o_NHV += (self._parameters.skip[:, None] * rows.v).to(o_NHV.dtype)
         if not has_backward:
@@ -186,12 +179,11 @@ class RecurrentCall(LayerCall):
     def _launch_state_gradients(self, do_NHV: torch.Tensor) -> None:
         with self._pool.timeline.compute("summarise", *self._where, "backward"):
             rows, do_NHV = self._core_rows(differentiable=True), do_NHV.contiguous()
-            gradients = rows.zeros_like()
-            self._backward(rows, self._only, {}, do_NHV, {}, gradients, wanted=False)
-            behind = self._backward(rows, self._last, self._states, do_NHV, {}, gradients)
-            self._own = dict(zip(self._last, behind, strict=True))
-            alone = self._kernel.state_gradients(rows, self._spans(self._inner), do_NHV)
-            self._own |= dict(zip(self._inner, alone, strict=True))
+            gradients, pieces = rows.zeros_like(), self._pieces
+            pieces.backward(rows, pieces.only, {}, do_NHV, {}, gradients, wanted=False)
+            before_last = pieces.backward(rows, pieces.last, self._states, do_NHV, {}, gradients)
+            self._own = dict(zip(pieces.last, before_last, strict=True))
+            self._own |= pieces.inner_state_gradients(rows, do_NHV)
         self._core, self._core_gradients = (rows, do_NHV), gradients
         self._send_states(self._routes.backward, "dstates", "backward")
 
@@ -203,12 +195,14 @@ class RecurrentCall(LayerCall):
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
-            behind, passed = self._states_before(self._routes.backward, self._last_state_gradients, backward=True)
+            behind, passed = states_before(
+                self._take_arrived(), self._routes.backward, self._last_state_gradients, backward=True
+            )
             self._last_state_gradients = {}
             if self._before is not None:
                 self._before._last_state_gradients = passed
-            for numbers in (self._first, self._inner):
-                self._backward(rows, numbers, self._states, do_NHV, behind, gradients, wanted=False)
+            for numbers in (self._pieces.first, self._pieces.inner):
+                self._pieces.backward(rows, numbers, self._states, do_NHV, behind, gradients, wanted=False)
             skip, of_skip = self._parameters.skip, None
             if skip is not None:
                 of_skip = (do_NHV * rows.v).sum((0, 2), dtype=wide(do_NHV.dtype)).to(skip.dtype)
@@ -272,43 +266,6 @@ class RecurrentCall(LayerCall):
             self._graph = (rows.q, rows.k, rows.v), leaves
         return CoreRows(*(each.detach() for each in rows.all))
 
-    def _spans(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        return [self._routes.pieces.spans[each] for each in numbers]
-
-    def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
-        has_states = bool(numbers) and numbers[0] in states
-        return torch.stack([states[each] for each in numbers]) if has_states else None
-
-    def _forward(
-        self,
-        rows: CoreRows,
-        numbers: Sequence[int],
-        states: torch.Tensor | None,
-        o_NHV: torch.Tensor,
-        wanted: bool = True,
-    ) -> torch.Tensor:
-        """Computes the pieces ``numbers`` from the ``states`` before them, where None stands for zeros.
-
-        Writes o into ``o_NHV``; returns the states behind the pieces if ``wanted``."""
-        return self._kernel.forward(rows, self._spans(numbers), states, o_NHV, wanted)
-
-    def _backward(
-        self,
-        rows: CoreRows,
-        numbers: Sequence[int],
-        states: States,
-        do_NHV: torch.Tensor,
-        behind: States,
-        gradients: CoreRows,
-        wanted: bool = True,
-    ) -> torch.Tensor:
-        """Runs backward of the pieces ``numbers``, and writes gradients of their rows into ``gradients``.
-
-        ``states`` are before the pieces, and ``behind`` has gradients of the states behind the pieces. Returns the
-        gradients of ``states`` if ``wanted``."""
-        both = self._stacked(states, numbers), self._stacked(behind, numbers)
-        return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
-
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
         mixed_NC = self._rows[0]
         self._arriving, parts = [], []
@@ -324,41 +281,9 @@ class RecurrentCall(LayerCall):
         self._own = {}
         self._launch(what, direction, *parts)
 
-    def _states_before(
-        self, routes: StateRoutes, passed: States, backward: bool
-    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Computes states from the summaries that arrived: S ← A·S + B, piece after piece of each document.
-
-        In ``backward``, S is the gradient of a state, and the pieces are in reverse order.
-
-        Args:
-            routes: what arrived for each piece (:class:`distca.plan.recurrent.chains.Link`).
-            passed: by document, S behind its pieces in the nano-batch that was computed before this one.
-
-        Returns:
-            S before each of this rank's pieces, by piece; and S behind this nano-batch, by document that goes on in the
-            other nano-batch.
-        """
-        (states, transitions), self._arriving = self._arriving, []
-        found: dict[int, torch.Tensor] = {}
-        goes_on: dict[int, torch.Tensor] = {}
-        for document, links in routes.chains:
-            reached = passed.get(document)
-            for link in links:
-                if link.piece >= 0:
-                    assert reached is not None, "no state arrived for a piece that continues a document"
-                    found[link.piece] = reached
-                if link.state >= 0:
-                    own = states[link.state]
-                    if link.transition >= 0:
-                        assert reached is not None
-                        reached = own + carried(transitions[link.transition], reached, backward)
-                    else:
-                        reached = own.clone()  # a view would keep the whole receive tensor alive
-            # B of the last link arrives only if this rank has a piece of the document in the other nano-batch.
-            if reached is not None and links[-1].state >= 0:
-                goes_on[document] = reached
-        return found, goes_on
+    def _take_arrived(self) -> list[torch.Tensor]:
+        arrived, self._arriving = self._arriving, []
+        return arrived
 
 
 def recurrent_core(

@@ -23,7 +23,7 @@ from distca.models.hybrid import Hybrid
 from distca.plan import AttentionKind, Layout, PlanOptions, analytic_cost, lay_out, plan_step
 from distca.recurrent import CoreRows
 from distca.recurrent.reference import ReferenceRecurrence
-from distca.runtime import AttentionPool, NanoRoutes, recurrent_routes, run_layers
+from distca.runtime import AttentionPool, NanoRoutes, recurrent_call, recurrent_routes, run_layers
 from distca.runtime.recurrent_call import RecurrentCall
 from distca.runtime.recurrent_routes import RecurrentRoutes
 from distca.runtime.timeline import Timeline
@@ -178,7 +178,7 @@ def _summaries_in_bfloat16() -> Iterator[None]:
 
 @contextmanager
 def _pieces_in_another_order() -> Iterator[None]:
-    def wrong(call, routes, passed, backward, reached=RecurrentCall._states_before):
+    def wrong(arrived, routes, passed, backward, reached=recurrent_call.states_before):
         chains = []
         for document, links in routes.chains:
             inner = [n for n, link in enumerate(links) if link.transition >= 0]
@@ -186,9 +186,9 @@ def _pieces_in_another_order() -> Iterator[None]:
             for place, other in zip(inner, reversed(inner), strict=True):
                 turned[place] = replace(links[other], piece=links[place].piece)
             chains.append((document, tuple(turned)))
-        return reached(call, replace(routes, chains=tuple(chains)), passed, backward)
+        return reached(arrived, replace(routes, chains=tuple(chains)), passed, backward)
 
-    with patch.object(RecurrentCall, "_states_before", wrong):
+    with patch.object(recurrent_call, "states_before", wrong):
         yield
 
 
