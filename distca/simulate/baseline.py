@@ -95,6 +95,18 @@ def work_of(job: Job) -> Work:
     return Work(layer * job.model.matmul_weights + output * head + per_token, per_pair)
 
 
+def pieces_of_micro_batch(job: Job, mode: Mode, micro_batch: MicroBatch, bins: int) -> tuple[np.ndarray, Pieces]:
+    """Returns the group [D] of each document of a micro-batch, and the pieces into which the mode cuts documents.
+
+    Raises:
+        BaselineError: a document does not fit into a rank or a group of this mode.
+    """
+    lengths = micro_batch.lengths
+    assert micro_batch.rank_of is not None
+    group_of = groups_of(mode, lengths, micro_batch.rank_of, bins, job.data_parallel, job.tokens_per_rank, work_of(job))
+    return group_of, pieces_of(mode, lengths, group_of)
+
+
 def deal_micro_batch(
     job: Job, mode: Mode, micro_batch: MicroBatch, bins: int, halos: bool = False
 ) -> tuple[Dealt, ...]:
@@ -113,9 +125,7 @@ def deal_micro_batch(
     if mode.method in RINGS and any(kind.window for kind in job.kinds):
         raise BaselineError(f"{mode.name} has no layers with windows; choose another mode.")
     ranks, lengths = job.data_parallel, micro_batch.lengths
-    assert micro_batch.rank_of is not None
-    group_of = groups_of(mode, lengths, micro_batch.rank_of, bins, ranks, job.tokens_per_rank, work_of(job))
-    pieces = pieces_of(mode, lengths, group_of)
+    group_of, pieces = pieces_of_micro_batch(job, mode, micro_batch, bins)
     rows = np.bincount(pieces.rank, pieces.rows, ranks)
     nothing, none = np.zeros(ranks), job.stage_fabric.exchange(*np.zeros((3, 0), np.int64))
 
