@@ -32,51 +32,33 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from distca.data.batch import Document
 from distca.errors import SupportError
-from distca.ops.logits import LogitTransform
 from distca.plan import PlanOptions
 from distca.runtime.pool_messages import PoolTerms, Served
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
-from megatron_patches.experts.balance import ExpertLoad, LayerLoad
-from megatron_patches.experts.layer import take_nano_batches
+from megatron_patches.attach import change_model, check_attachable
+from megatron_patches.experts.balance import LayerLoad
 from megatron_patches.experts.lost_step import remember
-from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
-from megatron_patches.layers.full_recompute import recompute_layers
-from megatron_patches.layers.latent import use_row_angles
-from megatron_patches.layers.layer import SplitTransformerLayer, keep_outputs_of
-from megatron_patches.layers.packed_attention import PackedAttention
-from megatron_patches.layers.rotations import LayerRotary
+from megatron_patches.layers.block import block_spec, refuse_other_schedule
 from megatron_patches.layers.self_check import check_layers
-from megatron_patches.model.latent import is_latent
 from megatron_patches.model.layer_kinds import LayerKinds
-from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
-from megatron_patches.patches.gpt_forward import (
-    check_attached,
-    check_unwrapped,
-    patch_forward,
-    scale_embeddings,
-    transform_logits,
-)
-from megatron_patches.patches.position_rotary import use_position_rotary
+from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation
+from megatron_patches.patches.gpt_forward import check_attached, check_unwrapped
 from megatron_patches.pool import attention_spec, join_pool
 from megatron_patches.ranks.remote_servers import RemoteServers
-from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.per_document import gather_documents
 from megatron_patches.steps.plan_options import plan_options
 from megatron_patches.steps.step import Step, Taker, make_step
 from megatron_patches.steps.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps.steps_ahead import AgreedSteps
-from megatron_patches.support.attached import check_same_config, never_called, note_attached
-from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.hybrid import check_hybrid, warn_of_recurrent_layers
 from megatron_patches.support.latent import check_latent
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
-from megatron_patches.support.model_options import check_model_options, check_own_rotary
+from megatron_patches.support.model_options import check_model_options
 from megatron_patches.support.ranks import check_groups, check_same_on_ranks
 from megatron_patches.support.servers import check_with_servers
 from megatron_patches.support.trained_weights import check_fp8_weights, check_gradients, check_weights_before
@@ -133,15 +115,6 @@ class CAD:
         check_latent(config, given)
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
-        self._recompute_all = given.recompute == "all"
-        # Whether DistCA's layers replace Megatron's TransformerLayer.
-        self._own_layers = (
-            given.disaggregate
-            or bool(given.hybrid_layer_pattern)
-            or given.model_options.own_layers
-            or bool(config.num_moe_experts)
-            or is_latent(config)
-        )
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._rank = parallel_state.get_data_parallel_rank()
@@ -153,7 +126,7 @@ class CAD:
         if given.keep_outputs:
             check_keep_outputs(given.recompute, config)
         self._te = use_te(given.linears, config, self.device)
-        self._kinds = self._kinds_of(config)
+        self._kinds = LayerKinds.of(config, given.model_options.score_softcap, given.hybrid_layer_pattern)
         check_layers(config, self.device, self._te)
         self._remote = None
         if given.servers:
@@ -175,10 +148,10 @@ class CAD:
         accumulate_weight_gradients_in_products()
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
-        if self._recompute_all:
+        if given.recompute == "all":
             # Else Transformer Engine keeps FP8 copies of all weights until backward.
             config.disable_parameter_transpose_cache = True
-        if not self._own_layers:
+        if not given.own_layers(config):
             fuse_rotation(config)
 
     def _options_with(self, given: CadArguments) -> PlanOptions:
@@ -194,22 +167,9 @@ class CAD:
     def _terms_of_change(self) -> PoolTerms:
         """Sets the planner's options for the servers without a model that are present now; returns :meth:`_terms`."""
         assert self._remote is not None
-        numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
-        homes, given = self.options.homes, self._given
-        speeds = given.speeds
-        # ``speeds`` begins with ``homes`` numbers for the ranks with the model. Then it has one number for each ``tp``
-        # servers in a row. Servers that joined during the run have speed 1.
-        if speeds:
-            of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
-            speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
-        # `ranks_per_node` must divide the pool's ranks. With `ranks_per_node` 0 a node is a machine.
-        nodes = given.ranks_per_node
-        if nodes and (homes + len(numbers) // tp) % nodes:
-            nodes = 0
-        rate = given.server_gb_s if numbers else 0.0
-        self.options = self._options_with(
-            replace(given, servers=len(numbers), speeds=speeds, ranks_per_node=nodes, server_gb_s=rate)
-        )
+        tp = self.config.tensor_model_parallel_size
+        present = self._given.with_servers(self._remote.numbers, self._servers_at_first, self.options.homes, tp)
+        self.options = self._options_with(present)
         return self._terms()
 
     @property
@@ -231,9 +191,6 @@ class CAD:
     def pool_rank(self) -> int:
         """This rank's number among the data-parallel ranks of all pipeline stages."""
         return self.options.pool_rank(self._stage, self._rank)
-
-    def _kinds_of(self, config: TransformerConfig) -> LayerKinds:
-        return LayerKinds.of(config, self._given.model_options.score_softcap, self._given.hybrid_layer_pattern)
 
     def hybrid_stack_spec(self) -> ModuleSpec:
         """Returns the spec with which to build a HybridModel.
@@ -281,49 +238,12 @@ class CAD:
         Raises:
             SupportError: the model is of another class, or a part of the model is not supported.
         """
-        options, pattern = self._given.model_options, self._given.hybrid_layer_pattern
-        check_bare(model, pattern)
-        if pattern:
-            from megatron_patches.support.hybrid_model import check_hybrid_model
-
-            check_hybrid_model(model, pattern, options)
-        else:
-            check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
-            check_own_rotary(model, options)
-        check_same_config(model, self.config)
-        if self._kinds_of(model.config) != self._kinds:
-            raise SupportError(
-                "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, and "
-                "plans depend on them: set them before CAD is made, and do not change them."
-            )
-        own = use_position_rotary(model)
-        if is_latent(self.config):
-            use_row_angles(model)
-        elif self._own_layers:
-            layers = [layer.layer_number for layer in model.decoder.layers]
-            model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
-            model.position_embedding_type = "rope"  # with "none" a HybridModel would not call rotary_pos_emb
+        check_attachable(model, self.config, self._given, self._kinds)
+        change_model(model, self.config, self._given, self.pool)
         # Any attached model may run a step. So steps carry documents' lengths if any model's RoPE depends on them, and
         # token ids must be below the smallest vocabulary.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
-        patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
-        transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
-        scale_embeddings(model, options.embedding_scale)
-        fuse_swiglu(model)
-        model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # With recomputation only one layer at a time keeps outputs of norms and SwiGLU, which is cheap.
-        keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
-        if self._given.disaggregate or pattern:
-            disaggregate_block(model.decoder, self.pool, self._recompute_all)
-        elif self._recompute_all:
-            recompute_layers(model.decoder)
-        for module in model.modules():
-            if isinstance(module, PackedAttention):
-                module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
-                module.kind = replace(module.kind, softcap=options.score_softcap)
-        uncalled = never_called(self._given.disaggregate, hybrid=bool(pattern), own_layers=self._own_layers)
-        note_attached(model, self.pool, uncalled)
         return model
 
     def data_parallel(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_type_hints
@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.cad_options import CadOptions
 from distca.errors import SupportError
+from megatron_patches.model.latent import is_latent
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.te.choice import Linears
 
@@ -125,6 +126,38 @@ class CadArguments(CadOptions):
         if self.offload:
             check_offload(self.disaggregate, self.recompute, found, stages)
         return found
+
+    def own_layers(self, config: TransformerConfig) -> bool:
+        """Whether DistCA's layers replace Megatron's TransformerLayer."""
+        return (
+            self.disaggregate
+            or bool(self.hybrid_layer_pattern)
+            or self.model_options.own_layers
+            or bool(config.num_moe_experts)
+            or is_latent(config)
+        )
+
+    def with_servers(self, numbers: Sequence[int], at_first: Sequence[int], homes: int, tp: int) -> CadArguments:
+        """Returns the arguments as they hold for the servers without a model that are present now.
+
+        Args:
+            numbers: the numbers of the present servers.
+            at_first: the numbers of the servers with which the run began.
+            homes: the number of ranks with the model in a pool.
+            tp: the number of tensor-parallel ranks.
+        """
+        # ``speeds`` begins with ``homes`` numbers for the ranks with the model. Then it has one number for each ``tp``
+        # servers in a row. Servers that joined during the run have speed 1.
+        speeds = self.speeds
+        if speeds:
+            of = dict(zip(at_first[::tp], speeds[homes:], strict=True))
+            speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
+        # `ranks_per_node` must divide the pool's ranks. With `ranks_per_node` 0 a node is a machine.
+        nodes = self.ranks_per_node
+        if nodes and (homes + len(numbers) // tp) % nodes:
+            nodes = 0
+        rate = self.server_gb_s if numbers else 0.0
+        return replace(self, servers=len(numbers), speeds=speeds, ranks_per_node=nodes, server_gb_s=rate)
 
     @property
     def alike(self) -> dict[str, Any]:
