@@ -42,7 +42,8 @@ from distca.transport.select import choose_transport
 from distca.versions import command_line, header, write_report
 from megatron_patches.ranks.groups import server_pool_group
 from megatron_patches.ranks.world import join_world, leave_world
-from megatron_patches.steps.step import Batch, Taker, make_step
+from megatron_patches.steps.device_batch import Batch
+from megatron_patches.steps.step import Taker, make_step
 from megatron_patches.training.training_step import summed_loss_step
 
 MODES = ("nvshmem", "nccl", "one stream", "signal only")

@@ -28,7 +28,7 @@ from distca.plan.sorting import expand
 from distca.testing.reference_attention import packed_attention, relative_error
 from megatron_patches.model.whole_parameters import gather_shares
 from megatron_patches.ranks.groups import initialize_model_parallel
-from megatron_patches.steps.step import Batch, packed_batches
+from megatron_patches.steps.device_batch import Batch, packed_batches
 from megatron_patches.training.training_step import run_schedule, sum_over_ranks, summed_loss_step
 
 

@@ -18,7 +18,8 @@ from distca.device.host_to_device import uploading
 from distca.plan import StepPlan
 from distca.plan.step import StepBalance
 from distca.train.run.builder import Trainer
-from megatron_patches.steps.step import Step, packed_batches
+from megatron_patches.steps.device_batch import packed_batches
+from megatron_patches.steps.step import Step
 from megatron_patches.steps.steps_ahead import StepsAhead, planning_thread
 
 

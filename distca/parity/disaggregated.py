@@ -29,7 +29,7 @@ from megatron_patches.model.whole_parameters import (
     names_in_whole,
 )
 from megatron_patches.ranks.groups import initialize_model_parallel, server_pool_group
-from megatron_patches.steps.step import Batch
+from megatron_patches.steps.device_batch import Batch
 from megatron_patches.te.choice import Linears
 from megatron_patches.training.training_step import (
     loss_and_tokens,

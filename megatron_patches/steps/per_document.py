@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from distca.errors import PlanError
-from megatron_patches.steps.step import Batch, Step
+from megatron_patches.steps.device_batch import Batch
+from megatron_patches.steps.step import Step
 
 
 def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

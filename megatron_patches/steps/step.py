@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from distca.attention import TaskBatch
 from distca.data.batch import RankBatch, rank_batch
 from distca.device.host_to_device import Upload, uploading
-from distca.errors import DataError, PlanError
-from distca.plan import Layout, PlanOptions, StepPlan
+from distca.errors import DataError
+from distca.plan import PlanOptions, StepPlan
 from distca.plan.phases import Phase
 from distca.plan.step import StepBalance
 from distca.plan.step_file import StepInputs
@@ -29,33 +28,10 @@ from distca.recurrent import Recurrence
 from distca.runtime.device_routes import LayerRoutes, StepRoutes
 from distca.runtime.recurrent_routes import RecurrentRoutes
 from megatron_patches.ranks.remote_servers import RemoteServers
-from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.steps.batch_context import DisaggregatedMicroBatch
+from megatron_patches.steps.device_batch import Batch, batch_on_device, packed_attention, packed_batches
 from megatron_patches.steps.failed_plans import reporting_failure
 from megatron_patches.steps.step_documents import StepDocuments
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's rows of a micro-batch, on the rank's device.
-
-    Attributes:
-        tokens: [1, rows] int64 token ids.
-        labels: [1, rows] int64 next token of the same document.
-        loss_mask: [1, rows] bool, whether the row's label counts in the loss; or float32, its weight in the loss, if
-            documents have weights. It is 0 for padding, a document's last token and labels that are not to be learned.
-        positions: [1, rows] int64 position in the document.
-        documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
-        attention: the object that a model gets in place of the attention mask.
-        micro_batch_lengths: [documents] int64 lengths of all ranks' documents of the micro-batch; in host memory.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    positions: torch.Tensor
-    documents: torch.Tensor
-    attention: DisaggregatedMicroBatch | PackedMicroBatch
-    micro_batch_lengths: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -145,44 +121,17 @@ def make_step(
         plan = inputs.plan()
     if remote is not None:
         remote.agree(announced, plan)
-    documents, rank, vocabulary = _as_drawn(documents, plan.drawn), taker.rank, taker.vocabulary
+    documents = _as_drawn(documents, plan.drawn)
     with uploading(taker.device) as upload:
-        routes = StepRoutes.of(plan, taker.stage, rank, upload) if options.disaggregate else None
+        routes = StepRoutes.of(plan, taker.stage, taker.rank, upload) if options.disaggregate else None
         planning_ms = (time.perf_counter() - began) * 1e3
-        rows = [
-            rank_batch(documents_of, layouts, rank, align=options.align, chunks=options.shares, weights=weights)
-            for documents_of, layouts, weights in zip(
-                documents.micro_batches, plan.layouts, documents.weights or repeat(None, len(plan.layouts)), strict=True
-            )
-        ]
-        if vocabulary is not None:
-            _check_ids(rows, vocabulary, plan.drawn)
+        rows = _rows_of_rank(documents, plan, taker)
+        if routes is not None and taker.recurrences:
+            routes = _with_pieces(routes, plan, taker, upload)
         if routes is None:
-            batches = packed_batches(
-                rows,
-                [
-                    replace(
-                        packed_attention(layouts[0], rank, upload),
-                        recurrent={
-                            size: RecurrentRoutes.of(layouts, rank, size, upload)[0]
-                            for size in _halos(taker.recurrences)
-                        },
-                    )
-                    for layouts in plan.layouts
-                ],
-                options,
-                upload,
-                lengths=taker.lengths,
-            )
+            batches = _packed(rows, plan, taker, upload)
         else:
-            if taker.recurrences:
-                routes = _with_pieces(routes, plan, taker, upload)
-            batches = tuple(
-                batch_on_device(
-                    upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.shares), lengths=taker.lengths
-                )
-                for each, own in zip(rows, routes.own, strict=True)
-            )
+            batches = _disaggregated(rows, routes, options.shares, taker, upload)
     with reporting_failure(inputs, number, folder):
         balance = plan.balance()
     return Step(
@@ -192,10 +141,39 @@ def make_step(
         routes,
         batches,
         planning_ms,
-        vocabulary=vocabulary,
+        vocabulary=taker.vocabulary,
         announced=announced,
         generation=generation,
     )
+
+
+def _rows_of_rank(documents: StepDocuments, plan: StepPlan, taker: Taker) -> list[RankBatch]:
+    options, weights = plan.options, documents.weights or repeat(None, len(plan.layouts))
+    rows = [
+        rank_batch(of_batch, layouts, taker.rank, align=options.align, chunks=options.shares, weights=of_documents)
+        for of_batch, layouts, of_documents in zip(documents.micro_batches, plan.layouts, weights, strict=True)
+    ]
+    if taker.vocabulary is not None:
+        _check_ids(rows, taker.vocabulary, plan.drawn)
+    return rows
+
+
+def _packed(rows: Sequence[RankBatch], plan: StepPlan, taker: Taker, upload: Upload) -> tuple[Batch, ...]:
+    attention = []
+    for layouts in plan.layouts:
+        documents = packed_attention(layouts[0], taker.rank, upload)
+        pieces = {size: RecurrentRoutes.of(layouts, taker.rank, size, upload)[0] for size in _halos(taker.recurrences)}
+        attention.append(replace(documents, recurrent=pieces))
+    return packed_batches(rows, attention, plan.options, upload, lengths=taker.lengths)
+
+
+def _disaggregated(
+    rows: Sequence[RankBatch], routes: StepRoutes, chunks: int, taker: Taker, upload: Upload
+) -> tuple[Batch, ...]:
+    attention = [
+        DisaggregatedMicroBatch(own, each.nano_rows, chunks) for each, own in zip(rows, routes.own, strict=True)
+    ]
+    return tuple(batch_on_device(upload, *each, lengths=taker.lengths) for each in zip(rows, attention, strict=True))
 
 
 def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
@@ -272,76 +250,3 @@ def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocu
         micro_batches=[[given[m][d] for m, d in each.tolist()] for each in drawn],
         weights=weights and [np.array([weights[m][d] for m, d in each.tolist()], np.float32) for each in drawn],
     )
-
-
-def batch_on_device(
-    upload: Upload,
-    rows: RankBatch,
-    attention: DisaggregatedMicroBatch | PackedMicroBatch,
-    *,
-    lengths: bool = False,
-) -> Batch:
-    """Returns a rank's rows of a micro-batch as tensors, which have their values once ``upload`` is sent."""
-    columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
-    tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
-    if lengths:
-        attention = replace(attention, document_lengths=upload.add(rows.lengths))
-    attention = replace(attention, documents=numbers[0], document_count=len(rows.micro_batch_lengths))
-    return Batch(tokens, labels, loss_mask, positions, numbers, attention, rows.micro_batch_lengths)
-
-
-def packed_batches(
-    rows: Sequence[RankBatch],
-    attention: Sequence[PackedMicroBatch],
-    options: PlanOptions,
-    upload: Upload,
-    *,
-    lengths: bool = False,
-) -> tuple[Batch, ...]:
-    columns = with_equal_rows(rows) if options.stages > 1 else rows
-    return tuple(batch_on_device(upload, *each, lengths=lengths) for each in zip(columns, attention, strict=True))
-
-
-def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBatch:
-    """Returns the attention object of a rank that has whole documents only.
-
-    Raises:
-        PlanError: a document of the layout spans ranks, on any rank.
-    """
-    parts = layout.q  # ranges [start, stop) of documents, each on one rank
-    cut = parts.document[(parts.start > 0) | (parts.stop < layout.last[parts.document])]
-    if len(cut):
-        raise PlanError(
-            f"Document {cut[0]} of a micro-batch, of {layout.last[cut[0]]:,} tokens, spans data-parallel ranks, but "
-            "`disaggregate` is False, so every document has to stay on one rank: give documents homes "
-            "(distca.StepDocuments), or set `disaggregate` to True."
-        )
-    mine = parts.on_rank(rank)
-    borders = np.concatenate(([0], np.cumsum(mine.stop)))  # queries and keys have the same borders: documents are whole
-    return PackedMicroBatch(TaskBatch.of(borders, borders, upload), int(borders[-1]))
-
-
-def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
-    """Pads all micro-batches of a rank to as many rows as the largest has.
-
-    With unequal numbers, pipeline stages would have to send each tensor's shape first, and the host to wait for it.
-    """
-    assert all(len(batch.nano_rows) == 1 for batch in batches), "rows are added after the only nano-batch"
-    rows = max(batch.nano_rows[0] for batch in batches)
-
-    def padded(column: np.ndarray, value: int = 0) -> np.ndarray:
-        return np.pad(column, (0, rows - len(column)), constant_values=value)
-
-    return [
-        replace(
-            batch,
-            tokens=padded(batch.tokens),
-            labels=padded(batch.labels),
-            loss_mask=padded(batch.loss_mask),
-            positions=padded(batch.positions),
-            lengths=padded(batch.lengths),
-            documents=padded(batch.documents, -1),
-            nano_rows=(rows,),
-        )
-        for batch in batches
-    ]

@@ -26,7 +26,7 @@ from megatron.core.transformer.module import Float16Module
 
 from distca.errors import SupportError
 from megatron_patches.patches.gradient_norm import norm_gradients_together
-from megatron_patches.steps.step import Batch
+from megatron_patches.steps.device_batch import Batch
 from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 

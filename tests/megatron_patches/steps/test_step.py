@@ -152,7 +152,7 @@ def _rows(number: int) -> RankBatch:
 
 
 def test_padding_to_equal_rows_adds_no_loss() -> None:
-    from megatron_patches.steps.step import with_equal_rows
+    from megatron_patches.steps.device_batch import with_equal_rows
 
     short, long = with_equal_rows([_rows(3), _rows(5)])
     assert short.tokens.tolist() == [1, 2, 3, 0, 0] and short.loss_mask.tolist() == [True] * 3 + [False] * 2
