@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import server_kills, server_speeds
+from benchmarks.server_kills_pool import How, Setup
 from distca.testing.ranks import run_ranks
 from tests.gpu.runs import settings_line
 from tests.train.small_runs import ROOT, steps_of
@@ -67,10 +68,10 @@ def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_run_goes_on_without_a_lost_server_and_with_a_new_one(how: server_kills.How) -> None:
+def test_a_run_goes_on_without_a_lost_server_and_with_a_new_one(how: How) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    pool = server_kills.Setup(homes=1, servers=1, gpus=True, sockets=True)
+    pool = Setup(homes=1, servers=1, gpus=True, sockets=True)
     assert not server_kills.missed(server_kills.compared([how], pool))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.server_kills import Setup, compared, missed
+from benchmarks.server_kills import compared, missed
+from benchmarks.server_kills_pool import Setup
 
 
 @pytest.mark.slow
