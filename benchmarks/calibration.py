@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.calibration_runs import NOT_EXPRESSED, RESULTS, Run, errors, kept_runs
+from benchmarks.calibration_runs import NOT_EXPRESSED, RESULTS, errors, kept_runs
+from benchmarks.measured_runs import Run
 from distca.simulate import Rates
 from distca.simulate.rates import RATES, load_rates
 from distca.versions import command_line, versions, write_report

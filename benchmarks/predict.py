@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks import pipeline
-from benchmarks.calibration_runs import Run, model_of, run_of, workloads_of
+from benchmarks.measured_runs import Run, model_of, run_of, workloads_of
 from benchmarks.run_costs import GPUS, costs_of
 from benchmarks.throughput.__main__ import asked_of
 from benchmarks.throughput.described import config_described, described

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.calibration_runs import batches_of, model_of
+from benchmarks.measured_runs import batches_of, model_of
 from benchmarks.throughput.settings import parse
 from benchmarks.throughput.unused import CONTEXT, STAGES, refuse_unused
 from distca.baselines import parse_mode

@@ -44,7 +44,7 @@ from distca.log import die, setup_logging
 from distca.train.config.names import with_settings
 
 if TYPE_CHECKING:
-    from benchmarks.calibration_runs import Run
+    from benchmarks.measured_runs import Run
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -141,7 +141,7 @@ def _compare(argv: list[str]) -> None:
 def compared(content: dict[str, Any], beside: str | None, table_of: str = "") -> dict[str, Any]:
     """Figures by workload and mode of a report: tokens per second measured and predicted, and bytes that move per
     step."""
-    from benchmarks.calibration_runs import peers_of, runs_of
+    from benchmarks.measured_runs import peers_of, runs_of
     from benchmarks.predict import figures_of
     from distca.simulate import load_rates
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from benchmarks.calibration_runs import NOT_EXPRESSED, RESULTS, kept_files, kept_runs, peers_of, runs_of
+from benchmarks.calibration_runs import NOT_EXPRESSED, RESULTS, kept_files, kept_runs
+from benchmarks.measured_runs import peers_of, runs_of
 from benchmarks.paper_grid import BATCHES, gpu_counts, grid, pools
 from distca.simulate.rates import RATES, load_rates
 

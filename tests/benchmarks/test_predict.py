@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.calibration_runs import RESULTS, run_of, workloads_of
+from benchmarks.calibration_runs import RESULTS
+from benchmarks.measured_runs import run_of, workloads_of
 from benchmarks.predict import Machine, joined, predicted
 from benchmarks.predicted_kept import asked_of, beside
 from benchmarks.run_costs import GPUS, costs_of

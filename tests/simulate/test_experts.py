@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.calibration_runs import RESULTS, run_of, workloads_of
+from benchmarks.calibration_runs import RESULTS
+from benchmarks.measured_runs import run_of, workloads_of
 from distca.baselines import parse_mode
 from distca.errors import SimulationError
 from distca.models.experts import Experts
