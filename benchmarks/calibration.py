@@ -54,6 +54,7 @@ _ALONE = {
 }
 """Constants that are not fitted, and where they were measured."""
 _RUN_ERROR = 0.015  # two runs of one kind on other GPUs differ by about as much
+_ROUNDS = 3  # of Gauss-Newton
 _APART = 0.03  # modes that measured differ by less have no order
 
 
@@ -73,7 +74,7 @@ def main() -> None:
     show(report)
 
 
-def fit(runs: list[Run], rounds: int = 3) -> Rates:
+def fit(runs: list[Run]) -> Rates:
     """Least squares of the runs' relative errors and of the constants' distance from where they begin, by
     Gauss-Newton in the constants' logarithms."""
     names = list(_PRIOR)
@@ -84,7 +85,7 @@ def fit(runs: list[Run], rounds: int = 3) -> Rates:
     def residuals(point: np.ndarray) -> np.ndarray:
         return np.log1p(errors(runs, _rates(names, point))) / _RUN_ERROR
 
-    for _ in track(range(rounds), description="Fitting"):
+    for _ in track(range(_ROUNDS), description="Fitting"):
         here, step = residuals(at), 0.02
         slopes = np.stack([(residuals(at + step * each) - here) / step for each in np.eye(len(names))], axis=1)
         system = np.concatenate((slopes, np.diag(1 / width)))

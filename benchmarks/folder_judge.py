@@ -13,7 +13,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,6 @@ _AT_ONCE = 100
 """Folders that lie on disk together."""
 
 Kind = Literal["equal", "refused", "different", "only ours", "traceback"]
-Change = Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,13 @@ class _Ours:
     warnings: tuple[str, ...] = ()
 
 
-def judge(configs: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Change] | None = None) -> dict[str, Verdict]:
+def judge(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Verdict]:
     """Compare both ways to read a folder, by name of its configuration.
 
     Args:
         configs: by name, the content of a config.json of a small model, with ids below 60.
-        changes: by name, what is done to the folder when its weights are written, before anybody reads it.
     """
-    changes = changes or {}
-    refused = {name: said for name, config in configs.items() if name not in changes and (said := _refused(config))}
+    refused = {name: said for name, config in configs.items() if (said := _refused(config))}
     # Transformers draws no weights for what is refused: some of its defaults fill the memory.
     verdicts = {name: Verdict("refused", said) for name, said in refused.items()}
     names = [name for name in configs if name not in refused]
@@ -79,7 +76,7 @@ def judge(configs: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Change
         some = names[first : first + _AT_ONCE]
         with tempfile.TemporaryDirectory(prefix="distca-judge-") as root:
             folders = {name: Path(root) / str(number) for number, name in enumerate(some)}
-            theirs = {name: _theirs(configs[name], folders[name], changes.get(name)) for name in some}
+            theirs = {name: _theirs(configs[name], folders[name]) for name in some}
             (ours,) = run_ranks(1, _all_ours, list(folders.values()), timeout=600.0)
         verdicts |= {name: _verdict(*theirs[name], own) for name, own in zip(some, ours, strict=True)}
     return verdicts
@@ -142,7 +139,7 @@ def _without(folder: Path, said: str) -> str:
     return said.replace(f"{folder}/", "").replace(str(folder), "The folder")
 
 
-def _theirs(config: Mapping[str, Any], folder: Path, change: Change | None) -> tuple[list[torch.Tensor] | None, str]:
+def _theirs(config: Mapping[str, Any], folder: Path) -> tuple[list[torch.Tensor] | None, str]:
     """The logits of transformers from a folder with weights that it drew itself; or None, and why there are none."""
     folder.mkdir()
     file, content = folder / "config.json", json.dumps(config)
@@ -152,8 +149,6 @@ def _theirs(config: Mapping[str, Any], folder: Path, change: Change | None) -> t
             kind = _class_of(config)
             _draw(kind, folder)
             file.write_text(content, encoding="utf-8")
-            if change is not None:
-                change(folder)
             model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
             with torch.no_grad():
                 return [model(torch.tensor([tokens])).logits[0].float() for tokens in documents()], ""

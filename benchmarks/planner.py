@@ -63,6 +63,8 @@ KINDS: dict[str, tuple[Placement, CostModel]] = {
 }
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 ROOT = Path(__file__).parent
+_UNEVEN = 0.02
+"""The most that servers may be above the mean, as a part of it, in what plans are compared with."""
 
 
 def kilobytes(q_rows: float, kv_rows: float) -> float:
@@ -70,11 +72,11 @@ def kilobytes(q_rows: float, kv_rows: float) -> float:
     return 16 * q_rows + 4 * kv_rows
 
 
-def plain_greedy(layout: Layout, tolerance: float = 0.02) -> Plan:
+def plain_greedy(layout: Layout) -> Plan:
     """The yardstick: the most overloaded server gives its excess of FLOPs to the emptiest one.
 
-    It gives the head or tail of the piece with fewest bytes per FLOP, until no server is above (1 + tolerance) of the
-    mean."""
+    It gives the head or tail of the piece with fewest bytes per FLOP, until no server is above the mean by more
+    than ``_UNEVEN``."""
     q = layout.q
     pieces = [
         [[int(x) for x in row] for row in zip(*(c[q.rank == r] for c in (q.document, q.start, q.stop)), strict=True)]
@@ -82,7 +84,7 @@ def plain_greedy(layout: Layout, tolerance: float = 0.02) -> Plan:
     ]
     moved: list[tuple[int, int, int, int]] = []
     load = np.array([sum(_area(a, b) for _, a, b in mine) for mine in pieces])
-    limit = (1 + tolerance) * load.mean()
+    limit = (1 + _UNEVEN) * load.mean()
     while load.max() > limit * (1 + 1e-9):
         giver, taker = int(load.argmax()), int(load.argmin())
         amount = min(load[giver] - limit, limit - load[taker])
@@ -131,11 +133,11 @@ def figures(layout: Layout, plan: Plan, cost: CostModel = COST) -> dict[str, flo
     }
 
 
-def estimate(layout: Layout, seconds: np.ndarray, tolerance: float = 0.02) -> float:
+def estimate(layout: Layout, seconds: np.ndarray) -> float:
     """KB per token if every receiver, emptiest first, were filled by one range at its cheapest place in an endless
     document whose keys it does not have: about what plans of contiguous ranges can reach, besides the k,v rows that
     travel at home already. No bound: a receiver that has some of the keys needs less."""
-    limit = (1 + tolerance) * seconds.mean()
+    limit = (1 + _UNEVEN) * seconds.mean()
     excess = float(np.maximum(seconds - limit, 0).sum())
     rooms = np.sort(np.maximum(limit - seconds, 0))[::-1]
     filled = np.minimum(rooms, np.maximum(excess - (np.cumsum(rooms) - rooms), 0))
@@ -192,8 +194,9 @@ def _within(rows: list[dict[str, float]]) -> str:
     return f"{sum(row['makespan_over_mean'] <= 1.0201 for row in rows)} of {len(rows)} seeds"
 
 
-def curve(mix: Mix, placement: Placement, servers: int = 64) -> list[dict[str, float]]:
+def curve(mix: Mix, placement: Placement) -> list[dict[str, float]]:
     """Bytes and makespan by tolerance, medians over the seeds."""
+    servers = 64
     layouts = [
         lay_out(sample_lengths(mix, servers * TOKENS, seed), servers, placement=placement, cost=COST)[0]
         for seed in range(SEEDS)

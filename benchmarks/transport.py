@@ -89,8 +89,9 @@ def _size(transports: dict[str, Transport], mib: int) -> dict[str, Any]:
     return figures
 
 
-def _local(rows: int = 64 * 1024) -> dict[str, float]:
+def _local() -> dict[str, float]:
     """TB/s, read and written, of what an exchange does on a GPU: moving rows by index, adding up four copies."""
+    rows = 64 * 1024
     source = torch.randn(rows, ROW // 2, device="cuda").bfloat16()
     destination, index = torch.zeros_like(source), torch.randperm(rows, device="cuda")
     shared = torch.arange(rows // 4, device="cuda")

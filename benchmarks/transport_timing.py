@@ -43,7 +43,7 @@ def in_a_row_for(sent: float) -> int:
     return min(max(math.ceil(_RUN_S * _RATE / max(sent, 1)), FEW), MANY)
 
 
-def steady(launch: Callable[[], Any], sent: float, repeats: int = 7) -> Timed:
+def steady(launch: Callable[[], Any], sent: float) -> Timed:
     """Time of an exchange among so many that links and clocks that rested before count little.
 
     Where the host does not get ahead of that many, because a GPU takes only so much queued work, it is half as many.
@@ -51,7 +51,6 @@ def steady(launch: Callable[[], Any], sent: float, repeats: int = 7) -> Timed:
     Args:
         launch: starts an exchange.
         sent: bytes that a rank sends in it; the same on all ranks.
-        repeats: how often.
     """
     number = in_a_row_for(sent)
     _run(launch, FEW)
@@ -60,7 +59,7 @@ def steady(launch: Callable[[], Any], sent: float, repeats: int = 7) -> Timed:
         if _run(launch, number)[1]:
             break
         number = max(number // 2, FEW)
-    return timed(launch, repeats, number)
+    return timed(launch, 7, number)
 
 
 def timed(launch: Callable[[], Any], repeats: int = 15, in_a_row: int = FEW) -> Timed:
@@ -116,16 +115,15 @@ class _Unplaced:
         fabric.join(self._token)
 
 
-def beside_ms(launch: Callable[[], Any], work: Callable[[], Any], repeats: int = 30) -> float:
+def beside_ms(launch: Callable[[], Any], work: Callable[[], Any]) -> float:
     """Milliseconds of ``work`` beside what ``launch`` starts: median, the largest over ranks.
 
     Args:
         launch: starts a transfer, or does nothing.
         work: queues computation.
-        repeats: how often.
     """
     times = []
-    for _ in range(repeats + 5):
+    for _ in range(35):
         dist.barrier(device_ids=[torch.cuda.current_device()])
         work()  # so that the host is ahead of the GPU when the transfer starts
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -57,9 +57,9 @@ class LinearRate:
             ) from None
 
 
-def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Returns how many weights a layer has in projections of q, k, v and o, and in its MLP (``gated`` as in SwiGLU)."""
-    return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
+def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Returns how many weights a layer has in projections of q, k, v and o, and in its SwiGLU."""
+    return hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan.cost.linear import LinearRate
 from distca.plan.cost.model import CostModel, Direction
 
 
@@ -80,8 +79,3 @@ def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
             backward_factor=cost.backward_factor * backward,
         )
     return ScaledCost(cost, forward, backward)
-
-
-def slower_linears(rate: LinearRate | None, factor: float) -> LinearRate | None:
-    """Returns the rate of linear layers that take ``factor`` times as many seconds; None if ``rate`` is None."""
-    return rate and LinearRate(rate.forward * factor, rate.backward * factor, rate.fp8)

@@ -24,8 +24,6 @@ from distca.words import count
 _WITH_PACKAGES = ("parquet", "arrow", "blend")
 """Values of DATA_SOURCE, or data.source, whose files need packages."""
 
-_FOLDERS = ("--checkpoint.init_from", "--checkpoint.export")
-
 
 def launch(arguments: list[str]) -> int:
     """Check everything, install what is missing, train; the exit code."""
