@@ -8,7 +8,7 @@ Qwen3-30B-A3B or Qwen3.5-9B.
 Every home is one H100 with 64K tokens of a micro-batch; nodes have 8 GPUs and 50 GB/s per GPU between them, those of
 A100 25. Homes recompute all but core attention. Nothing was measured on A100 or H20: their cost tables are those of the
 H100, which was measured, times the ratio of peak FLOP/s, and never faster than memory bandwidth allows
-(``distca.simulate.gpus``). All other constants are the simulator's, fitted to H200s. Each comparison is of the same
+(``benchmarks.derived_gpus``). All other constants are the simulator's, fitted to H200s. Each comparison is of the same
 batches with the homes alone; H100 servers are there to compare with. Servers keep rows for backward, or homes resend.
 Planning is timed in CPU milliseconds of one core.
 
@@ -31,6 +31,7 @@ from typing import Any, get_args
 import numpy as np
 from rich.progress import track
 
+from benchmarks.derived_gpus import GPUS, derived
 from benchmarks.simulated_experts import EXPERT_RANKS
 from benchmarks.throughput.batches import draw_batches
 from benchmarks.throughput.settings import Cell
@@ -42,7 +43,6 @@ from distca.plan.cost.pool import PoolCost
 from distca.plan.cost.table_file import find_table
 from distca.simulate import MODELS, Cluster, Job, Prediction, Workload, simulate
 from distca.simulate.cad import planned
-from distca.simulate.gpus import GPUS, derived
 from distca.simulate.job import Backward
 from distca.versions import command_line, versions, write_report
 

@@ -9,10 +9,10 @@ from distca.data.convert import check_output
 from distca.data.convert import convert as convert_texts
 from distca.data.corpus import Corpus
 from distca.data.encoding import Bad, processes_for
+from distca.data.find_recipe import find_recipe
 from distca.data.left_out import BAD, LeftOut
 from distca.data.lengths import KnownLengths, LengthKind, open_lengths
 from distca.data.mixes import MIX_NAMES
-from distca.data.recipes import find_recipe
 from distca.data.sources import DocumentSource, passed_over
 from distca.data.statistics import length_statistics
 from distca.data.texts import TextKind, open_texts

@@ -11,9 +11,9 @@ import numpy as np
 
 from distca.commands.options import check_least
 from distca.data.encoding import encoded_documents, learns
+from distca.data.find_recipe import find_recipe
 from distca.data.left_out import MOST_NAMED
 from distca.data.recipe import Encoded, Recipe
-from distca.data.recipes import find_recipe
 from distca.data.texts import Refused, Texts, open_texts
 from distca.data.tokenizer import load_json
 from distca.errors import OptionError

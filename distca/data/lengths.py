@@ -12,9 +12,9 @@ import numpy as np
 
 from distca.data.blend import Blend, read_blend
 from distca.data.encoding import Bad, encoded_blocks, processes_for
+from distca.data.find_recipe import find_recipe
 from distca.data.left_out import BAD, EMPTY, LeftOut, together
 from distca.data.recipe import Recipe
-from distca.data.recipes import find_recipe
 from distca.data.sources import DocumentSource, open_source
 from distca.data.texts import TEXT_KINDS, Texts, open_texts
 from distca.errors import DataError

@@ -15,9 +15,9 @@ from distca.baselines.layouts import Pieces, layout_of
 from distca.baselines.mode import BY_HEADS, RINGS
 from distca.data.sampler import MicroBatch
 from distca.plan import CostModel, plan_at_home, traffic
+from distca.simulate.baseline_recurrent import DealtCore, deal_core
 from distca.simulate.experts import ExpertLayers
 from distca.simulate.fabric import Exchange
-from distca.simulate.heads import DealtCore, deal_core
 from distca.simulate.job import Job
 from distca.simulate.streams import Arrival, Streams
 

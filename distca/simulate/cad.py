@@ -27,10 +27,10 @@ from distca.plan import (
     traffic,
 )
 from distca.plan.phases import Phase
+from distca.simulate.cad_recurrent import CoreNanoBatch, Recurrent
 from distca.simulate.experts import ExpertLayers
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
-from distca.simulate.recurrent import CoreNanoBatch, Recurrent
 from distca.simulate.streams import Arrival, Streams
 from distca.simulate.workload import Workload
 from distca.sizes.fp8_shapes import rows_multiple

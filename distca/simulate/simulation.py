@@ -20,8 +20,8 @@ from distca.plan.metrics import receive_buffer_gb
 from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.simulate import memory, one_f_one_b
 from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
+from distca.simulate.baseline_recurrent import check_heads
 from distca.simulate.cad import Cad, planned
-from distca.simulate.heads import check_heads
 from distca.simulate.job import VALUE, Job
 from distca.simulate.prediction import Prediction
 from distca.simulate.reduction import StepEnd, step_end

@@ -1,7 +1,7 @@
 """Counts the weights in matrix products of a model's layers.
 
-The planner multiplies counts by seconds per weight and token. A *unit* is an attention or recurrent layer, together
-with its MLPs and experts.
+The planner multiplies counts by seconds per weight and token. Biases and norms do not count. A *unit* is an attention
+or recurrent layer, together with its MLPs and experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from megatron.core.transformer import TransformerConfig
 
 from distca.plan.cost.linear import LayerWork, layer_weights
-from megatron_patches.experts.weights import expert_weights, mlp_weights, weights_of_mlp
+from megatron_patches.experts.spec import has_experts
 from megatron_patches.model.latent import is_latent, latent_of
 from megatron_patches.model.pattern import ATTENTION, EXPERTS, MIXERS, MLP, STAGE, units_of
 from megatron_patches.model.recurrences import has_output_gate
@@ -53,6 +53,37 @@ def _letters_of_mlps(pattern: str) -> list[str]:
 
 def _weights_of(config: TransformerConfig, letter: str) -> int:
     return {MLP: weights_of_mlp, EXPERTS: expert_weights}[letter](config)
+
+
+def mlp_weights(config: TransformerConfig) -> int:
+    """Returns the mean number, over all layers, of weights that multiply a row in MLP or experts, rounded down."""
+    mixtures = has_experts(config)
+    experts = sum(mixtures) * expert_weights(config)
+    return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
+
+
+def weights_of_mlp(config: TransformerConfig) -> int:
+    assert config.ffn_hidden_size is not None
+    return _products(config) * config.ffn_hidden_size
+
+
+def expert_weights(config: TransformerConfig) -> int:
+    """Returns the number of weights that multiply a row in a layer with experts; 0 for a model without experts.
+
+    These are the weights of the router, of the row's ``topk`` experts, and of the shared expert with its gate.
+    """
+    experts = config.num_moe_experts
+    if not experts:
+        return 0
+    width = config.moe_router_topk * (config.moe_ffn_hidden_size or 0)
+    shared = config.moe_shared_expert_intermediate_size or 0
+    gate = bool(shared) and config.moe_shared_expert_gate
+    return _products(config) * (width + shared) + config.hidden_size * (experts + gate)
+
+
+def _products(config: TransformerConfig) -> int:
+    """Returns an MLP's number of weights divided by its inner width."""
+    return (2 + config.gated_linear_unit) * config.hidden_size
 
 
 def _attention(config: TransformerConfig) -> int:

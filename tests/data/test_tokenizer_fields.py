@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distca.data import tokenizer_fields
-from distca.data.recipes import find_recipe
+from distca.data.find_recipe import find_recipe
 from distca.data.tokenizer_fields import INERT
 from distca.errors import DataError
 from tests.models.tokenizer import CHAT, write_tokenizer

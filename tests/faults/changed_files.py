@@ -58,7 +58,7 @@ class Subject:
 
 def _read_tokenizer(folder: Path) -> object:
     from distca.data.cache import CachedTokens
-    from distca.data.recipes import find_recipe
+    from distca.data.find_recipe import find_recipe
     from distca.data.texts import open_texts
 
     recipe = find_recipe(str(folder))

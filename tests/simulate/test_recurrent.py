@@ -20,8 +20,8 @@ from distca.plan.cost.recurrent import core_weights
 from distca.plan.recurrence import Recurrence
 from distca.plan.recurrent.routes import piece_routes
 from distca.simulate import Cluster, Job, SimulationError, Workload, dense, simulate
+from distca.simulate.baseline_recurrent import row_bytes
 from distca.simulate.cad import planned
-from distca.simulate.heads import row_bytes
 from distca.simulate.job import VALUE
 from distca.simulate.memory import at_home
 from distca.simulate.simulation import _cad_memory

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.derived_gpus import GPUS, derived
 from distca.baselines import parse_mode
 from distca.commands.plan_results import server_bytes
 from distca.plan import MicroBatchPlan, TableCost, server_seconds
@@ -14,7 +15,6 @@ from distca.plan.cost.table_file import find_table
 from distca.plan.metrics import receive_buffer_gb
 from distca.simulate import Cluster, SimulationError, simulate
 from distca.simulate.cad import planned
-from distca.simulate.gpus import GPUS, derived
 from distca.simulate.job import Backward
 from tests.simulate.cases import pair_cost, small_job
 from tests.simulate.test_simulation import pairs, random_workload

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from distca.data.blend import Blend, Ingredient, read_blend
 from distca.data.cache import CachedTokens
 from distca.data.encoding import processes_for
+from distca.data.find_recipe import find_recipe
 from distca.data.progress import tokenizing_progress
-from distca.data.recipes import find_recipe
 from distca.data.sources import DocumentSource, open_source
 from distca.data.sources.indexed import Indexed
 from distca.data.texts import TEXT_KINDS, open_texts

@@ -37,10 +37,10 @@ def _counted() -> list[dict[str, Any]]:
     from megatron.core import parallel_state
 
     from distca import CAD
-    from megatron_patches.experts.weights import mlp_weights
     from megatron_patches.model.gpt import build_gpt, transformer_config
     from megatron_patches.patches.cpu import use_cpu
     from megatron_patches.ranks.groups import destroy_model_parallel, initialize_model_parallel
+    from megatron_patches.steps.layer_work import mlp_weights
 
     use_cpu()
     found = []

@@ -57,9 +57,8 @@ def test_all_mlps_count(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small_cases.on_cpu()
     from megatron.core import parallel_state
 
-    from megatron_patches.experts.weights import weights_of_mlp
     from megatron_patches.model.gpt import transformer_config
-    from megatron_patches.steps.layer_work import layer_works
+    from megatron_patches.steps.layer_work import layer_works, weights_of_mlp
     from megatron_patches.versions import has_gated_delta_net
 
     if not has_gated_delta_net():
