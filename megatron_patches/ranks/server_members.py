@@ -53,6 +53,7 @@ from distca.runtime.pool_messages import (
     group_name,
 )
 from distca.transport.breakable import BreakableTransport
+from megatron_patches.ranks.late_servers import LateServers, servers_are, whole_places
 from megatron_patches.steps.unlike_servers import ServerSort
 from megatron_patches.support.servers import check_gpus
 
@@ -116,13 +117,12 @@ class ServerMembers:
         self._gpus = of_ranks(gpu_id(device))
         check_gpus(self._servers, tp, self._gpus)
         self.generation = 0
-        self._comers: list[Comer] = []  # servers that came during the run and have not joined yet
-        self._seen = 0  # how many servers have come during the run
         self._lost: set[int] = set()  # numbers of servers that are to leave the pool
         self._released: set[int] = set()  # the numbers in ``_lost`` of servers that the user let go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
         if self._leads:
+            self._late = LateServers(self._store, tp, device.type, self._gpus, self._watch)
             self._watch.await_first([each.process for each in self._servers])
         # Homes agree through CPU tensors where there is gloo, so that they do not wait for the GPU.
         self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
@@ -241,20 +241,8 @@ class ServerMembers:
             return False
         wanted = self.transport.broken
         if self._leads:
-            new = self._store.count("comers") > self._seen
-            while self._store.count("comers") > self._seen:
-                self._comers.append(self._store.take(f"comer/{self._seen}"))
-                self._seen += 1
-            self._answer_comers()
-            joining = self._let_in(self._comers)
-            waiting = [each.number for each in self._comers if each not in joining]
-            if new and waiting:
-                logger.warning(
-                    "Of the servers without a model, %s waiting, as servers join %d at a time, one for each "
-                    "tensor-parallel rank.",
-                    *(_servers(waiting), self._tp),
-                )
-            wanted |= bool(joining) or bool(self._lost) or any(map(self._is_gone, self._servers))
+            self._late.hear(self._servers)
+            wanted |= bool(self._late.joining()) or bool(self._lost) or any(map(self._is_gone, self._servers))
         return self._anywhere(wanted)
 
     def let_go(self, number: int) -> None:
@@ -289,15 +277,14 @@ class ServerMembers:
                 # A new server that others cannot reach must not end the run.
                 unfit = came if attempt >= _TRIES_WITH_NEW else []
                 here = [each for each in self._servers if each not in unfit and self._is_here(each)]
-                new = self._let_in(self._comers) if attempt < _TRIES_WITH_NEW else []
+                new = self._late.take() if attempt < _TRIES_WITH_NEW else []
                 came += new
-                self._comers = [each for each in self._comers if each not in new]
-                found = [(self._whole_places(here) + new, new)]
+                found = [(whole_places(self._servers, self._tp, here.__contains__) + new, new)]
                 if attempt == _TRIES_WITH_NEW and came:
                     logger.warning(
                         "Of the servers that came during the run, %s left out, as the pool did not form with them: "
                         "look at their output, and whether all ranks can reach their machine.",
-                        _servers([each.number for each in came]),
+                        servers_are([each.number for each in came]),
                     )
             dist.broadcast_object_list(found)
             self._servers, new = found[0]
@@ -342,51 +329,6 @@ class ServerMembers:
         servers = [each.process for each in self._servers] if self._leads else []
         self._watch.begin(self.generation, self.transport, servers)
 
-    def _whole_places(self, here: list[Comer]) -> list[Comer]:
-        """Returns the servers that stay if only those in ``here`` can.
-
-        They stay or leave as ``tp`` consecutive servers, one for each tensor-parallel rank.
-        """
-        places = [self._servers[at : at + self._tp] for at in range(0, len(self._servers), self._tp)]
-        return [each for place in places if all(one in here for one in place) for each in place]
-
-    def _let_in(self, comers: list[Comer]) -> list[Comer]:
-        """Returns the new servers that join next, by number: equally many for each tensor-parallel rank."""
-        some = sorted((each for each in comers if not self._is_gone(each)), key=lambda each: each.number)
-        return some[: len(some) // self._tp * self._tp]
-
-    def _answer_comers(self) -> None:
-        """Refuses new servers on another kind of device or a taken GPU, or with the number of another server."""
-        taken = {each.number for each in self._servers if not self._is_gone(each)}
-        for each in list(self._comers):
-            wrong = None
-            if each.device != self._device.type:
-                wrong = f"Server {each.number} has device {each.device}, and the homes compute on {self._device.type}."
-            elif each.number in taken:
-                wrong = f"The homes have a server {each.number} already: give this one another number."
-            if wrong is not None:
-                self._refuse([each], wrong)
-            taken.add(each.number)
-        self._refuse_shared_gpus()
-
-    def _refuse_shared_gpus(self) -> None:
-        """Refuses new servers on taken GPUs, as no process group could form with them."""
-        stay = self._whole_places([each for each in self._servers if not self._is_gone(each)])
-        joining = self._let_in(self._comers)
-        for at in range(0, len(joining), self._tp):
-            place = joining[at : at + self._tp]
-            try:
-                check_gpus([*stay, *place], self._tp, self._gpus)
-            except SupportError as error:
-                self._refuse(place, str(error))
-            else:
-                stay += place
-
-    def _refuse(self, comers: Sequence[Comer], why: str) -> None:
-        for each in comers:
-            self._comers.remove(each)
-            self._store.put(f"welcome/{each.process}", why)
-
     def _put_generation(self, terms: PoolTerms, new: Sequence[Comer] = ()) -> None:
         """Writes the generation into the store, for servers that stay and for each new server."""
         if self._leads:
@@ -418,12 +360,7 @@ def _say(before: Sequence[int], now: Sequence[int]) -> None:
     if dist.get_rank() == 0:
         for numbers, what in ((gone, "gone"), (come, "there")):
             if numbers:
-                logger.warning("Of the servers without a model, %s %s; the run goes on.", _servers(numbers), what)
-
-
-def _servers(numbers: Sequence[int]) -> str:
-    """Returns a part of a sentence: "server 0 is" or "servers 0, 1 are"."""
-    return f"server {numbers[0]} is" if len(numbers) == 1 else f"servers {', '.join(map(str, numbers))} are"
+                logger.warning("Of the servers without a model, %s %s; the run goes on.", servers_are(numbers), what)
 
 
 _MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."

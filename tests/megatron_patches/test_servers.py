@@ -34,6 +34,7 @@ from distca.testing.ranks import run_ranks
 from distca.transport.breakable import BreakableTransport
 from megatron_patches.arguments import CadArguments
 from megatron_patches.ranks import server_members
+from megatron_patches.ranks.late_servers import LateServers
 from megatron_patches.ranks.remote_servers import RemoteServers, check_planned
 from megatron_patches.support.servers import check_gpus, check_with_servers
 from megatron_patches.versions import has_gated_delta_net
@@ -296,14 +297,13 @@ def _joining(tp: int, servers: str, comers: str) -> tuple[list[int], dict[int, s
     gone, and a home has GPU h."""
     process: Any = str
     some = [Comer(at, "", "cpu", "", process(at), gpu_id=gpu) for at, gpu in enumerate(servers + comers)]
-    remote, store = object.__new__(RemoteServers), PoolStore(dist.HashStore())
-    remote._tp, remote._gpus, remote._device, remote._store = tp, ["h"], CPU, store
-    remote._servers, late = some[: len(servers)], some[len(servers) :]
-    remote._comers, watch = list(late), SimpleNamespace(is_gone=lambda process: process == "0")
-    remote._watch = watch  # type: ignore[assignment]
-    remote._answer_comers()
-    refused = [each for each in late if each not in remote._comers]
-    return [each.number for each in remote._comers], {
+    store, watch = PoolStore(dist.HashStore()), SimpleNamespace(is_gone=lambda process: process == "0")
+    late = LateServers(store, tp, "cpu", ["h"], watch)  # type: ignore[arg-type]
+    for each in some[len(servers) :]:
+        store.put(f"comer/{store.count('comers', 1) - 1}", each)
+    late.hear(some[: len(servers)])
+    refused = [each for each in some[len(servers) :] if each not in late.waiting]
+    return [each.number for each in late.waiting], {
         each.number: store.take(f"welcome/{each.process}") for each in refused
     }
 
@@ -386,8 +386,9 @@ def _changed(fails: int) -> tuple[tuple[int, ...], int]:
     remote._tp, remote._leads, remote._may_change, remote._asking, remote.generation = 1, True, True, CPU, 0
     remote._store, remote._lost, remote._released = PoolStore(dist.HashStore()), set(), set()
     old, new = (Comer(number, "", "cpu", "", Process(number, "", 0)) for number in range(2))
-    remote._servers, remote._comers = [old], [new]
     remote._watch = SimpleNamespace(begin=lambda *_: None, end=lambda: None, is_gone=lambda _: False)
+    remote._servers, remote._late = [old], LateServers(remote._store, 1, "cpu", [], remote._watch)
+    remote._late.waiting = [new]
     remote.transport = BreakableTransport(goes_on=True)
 
     def group(_: timedelta) -> Any:

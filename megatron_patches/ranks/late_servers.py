@@ -1,0 +1,110 @@
+"""Late servers: servers without a model that come during a run, and wait until the ranks that train let them join.
+
+The ranks that train are called *homes*; only their first one creates these objects. A *pool* is all homes with the same
+tensor-parallel rank, and their servers. Each late server has written a :class:`Comer` into the pool's store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from distca.cluster.pool_store import PoolStore
+from distca.cluster.pool_watch import PoolWatch
+from distca.errors import SupportError
+from distca.runtime.pool_messages import Comer
+from megatron_patches.support.servers import check_gpus
+
+logger = logging.getLogger(__name__)
+
+
+class LateServers:
+    """The servers that came during the run and have not joined yet.
+
+    Args:
+        store: the pool's store.
+        tp: number of tensor-parallel ranks.
+        device: the homes' type of device.
+        gpus: identities of the homes' GPUs; "" for a CPU.
+        watch: knows which servers are gone.
+    """
+
+    def __init__(self, store: PoolStore, tp: int, device: str, gpus: Collection[str], watch: PoolWatch) -> None:
+        self._store, self._tp, self._device, self._gpus, self._watch = store, tp, device, gpus, watch
+        self.waiting: list[Comer] = []
+        self._came = 0  # how many have come since the run began
+
+    def hear(self, servers: Sequence[Comer]) -> None:
+        """Reads who has come since the last call, and refuses those that cannot join the pool of ``servers``."""
+        new = self._store.count("comers") > self._came
+        while self._store.count("comers") > self._came:
+            self.waiting.append(self._store.take(f"comer/{self._came}"))
+            self._came += 1
+        self._refuse_unfit(servers)
+        joining = self.joining()
+        too_few = [each.number for each in self.waiting if each not in joining]
+        if new and too_few:
+            logger.warning(
+                "Of the servers without a model, %s waiting, as servers join %d at a time, one for each "
+                "tensor-parallel rank.",
+                *(servers_are(too_few), self._tp),
+            )
+
+    def joining(self) -> list[Comer]:
+        """Returns the servers that join next, by number: equally many for each tensor-parallel rank."""
+        some = sorted(
+            (each for each in self.waiting if not self._watch.is_gone(each.process)), key=lambda each: each.number
+        )
+        return some[: len(some) // self._tp * self._tp]
+
+    def take(self) -> list[Comer]:
+        """Returns :meth:`joining`; these servers do not wait any more."""
+        joining = self.joining()
+        self.waiting = [each for each in self.waiting if each not in joining]
+        return joining
+
+    def _refuse_unfit(self, servers: Sequence[Comer]) -> None:
+        """Refuses late servers on another kind of device or a taken GPU, or with the number of another server."""
+        taken = {each.number for each in servers if not self._watch.is_gone(each.process)}
+        for each in list(self.waiting):
+            wrong = None
+            if each.device != self._device:
+                wrong = f"Server {each.number} has device {each.device}, and the homes compute on {self._device}."
+            elif each.number in taken:
+                wrong = f"The homes have a server {each.number} already: give this one another number."
+            if wrong is not None:
+                self._refuse([each], wrong)
+            taken.add(each.number)
+        self._refuse_shared_gpus(servers)
+
+    def _refuse_shared_gpus(self, servers: Sequence[Comer]) -> None:
+        """Refuses late servers on taken GPUs, as no process group could form with them."""
+        stay = whole_places(servers, self._tp, lambda each: not self._watch.is_gone(each.process))
+        joining = self.joining()
+        for at in range(0, len(joining), self._tp):
+            place = joining[at : at + self._tp]
+            try:
+                check_gpus([*stay, *place], self._tp, self._gpus)
+            except SupportError as error:
+                self._refuse(place, str(error))
+            else:
+                stay += place
+
+    def _refuse(self, servers: Sequence[Comer], why: str) -> None:
+        for each in servers:
+            self.waiting.remove(each)
+            self._store.put(f"welcome/{each.process}", why)
+
+
+def whole_places(servers: Sequence[Comer], tp: int, can_stay: Callable[[Comer], bool]) -> list[Comer]:
+    """Returns the servers that stay in the pool if only those that ``can_stay`` could.
+
+    They stay or leave as ``tp`` consecutive servers, one for each tensor-parallel rank.
+    """
+    places = [servers[at : at + tp] for at in range(0, len(servers), tp)]
+    return [each for place in places if all(map(can_stay, place)) for each in place]
+
+
+def servers_are(numbers: Sequence[int]) -> str:
+    """Returns a part of a sentence: "server 0 is" or "servers 0, 1 are"."""
+    return f"server {numbers[0]} is" if len(numbers) == 1 else f"servers {', '.join(map(str, numbers))} are"
