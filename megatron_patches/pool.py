@@ -19,7 +19,7 @@ from megatron_patches.arguments import CadArguments, How
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.groups import server_pool_group
 from megatron_patches.ranks.remote_servers import RemoteServers
-from megatron_patches.steps.plan_options import attention_shape
+from megatron_patches.steps.cost_models import attention_shape
 
 
 def join_pool(

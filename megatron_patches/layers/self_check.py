@@ -16,7 +16,7 @@ from distca.ops.gate import SWIGLU
 from distca.ops.self_check import Widths, check_operations
 from megatron_patches.model.latent import is_latent, latent_of
 from megatron_patches.patches.fused_ops import gate_of
-from megatron_patches.steps.plan_options import attention_shape
+from megatron_patches.steps.cost_models import attention_shape
 
 _products_checked: set[str] = set()
 """The FP8 formats and recipes for which Transformer Engine's products were right in this process."""

@@ -1,9 +1,7 @@
 """Makes the planner's options from Megatron's configuration and process groups, and from the arguments of ``CAD``.
 
 The planner divides core attention into tasks, and gives each task to a *server*: a rank, or a process without a model.
-The seconds of tasks come from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape
-of heads; without a table they are estimated. Servers of one *sort* have the same GPU model and kernel. Layers of one
-*kind* have the same window, softmax scale, softcap and sinks.
+``cost_models.py`` finds the seconds of tasks. Servers of one *sort* have the same GPU model and kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,19 +18,16 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.attention import Kernel
-from distca.cluster.agreement import of_first_rank
 from distca.cluster.topology import pool_links
 from distca.errors import PlanError
-from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
-from distca.plan.cost.analytic import cost_of_kind
+from distca.plan import CostModel, PlanOptions
 from distca.plan.cost.linear import LayerWork, NonAttention, between_attentions
 from distca.plan.cost.pool import PoolCost, at_speeds
-from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How, Level
-from megatron_patches.model.latent import is_latent, latent_dims
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.remote_servers import RemoteServers
+from megatron_patches.steps.cost_models import cost_model, cost_of, costs_on
 from megatron_patches.steps.layer_work import layer_works
 from megatron_patches.steps.unlike_servers import (
     ServerSort,
@@ -74,35 +68,16 @@ def plan_options(
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     shares = tp if config.sequence_parallel else 1  # parts into which sequence parallelism splits the rows
-    machines = [] if remote is None else remote.machines
+    machines, sharing, others = ([], [], []) if remote is None else (remote.machines, remote.sharing, remote.sorts)
     training = parallel_state.get_data_parallel_world_size() * stages  # servers that are ranks
-    sorts = pool_sorts(tp, ServerSort(_name(device), kernel.name), [] if remote is None else remote.sorts)
+    sorts = pool_sorts(tp, ServerSort(_name(device), kernel.name), others)
     if len(set(sorts)) > 1:
         logger.info("The pool's servers: %s.", in_words(sorts))
-    cost = cost_model(config, sorts[0], given.cost_table)
-    costs = tuple(_cost_of(kind, cost, sorts[0], given.cost_table) for kind in layer_kinds.kinds)
-    non_attention = None
-    if given.disaggregate:
-        find = partial(_costs_on, kinds=layer_kinds.kinds, cost=cost, cost_table=given.cost_table)
-        costs = costs_by_sort(costs, sorts, find, warns=dist.get_rank() == 0 and not given.speeds)
-        unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
-        # "auto" must not mean "time" on CPUs, where ranks may share cores, nor with NVSHMEM: a server that computes no
-        # linear layers could get more rows than its receive memory holds.
-        auto_is_time = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
-        works = partial(layer_works, config, given.hybrid_layer_pattern, given.recompute == "all")
-        non_attention = _non_attention(config, cost, given.level, auto_is_time, works)
-    if non_attention is not None and isinstance(costs[0], PoolCost):
-        non_attention = replace(non_attention, factors=linear_factors(costs[0], training))
+    costs, non_attention = _costs(config, layer_kinds, device, given, sorts, training)
     if given.speeds:
         check_speeds(given.speeds, training + len(machines))
-    # A server of speed s takes 1/s times the seconds of its cost table, for attention and for linear layers.
-    sharing = [] if remote is None else remote.sharing
     if speeds := speeds_beside_others(given.speeds, training, sharing):
-        costs = tuple(at_speeds(each, speeds) for each in costs)
-        if non_attention is not None:
-            by_table = non_attention.factors or (1.0,) * training
-            slower = tuple(each / speed for each, speed in zip(by_table, speeds[:training], strict=True))
-            non_attention = replace(non_attention, factors=slower)
+        costs, non_attention = _at_speeds(costs, non_attention, speeds, training)
     links = pool_links(tp, given.ranks_per_node, machines)
     return PlanOptions(
         ranks=parallel_state.get_data_parallel_world_size(),
@@ -125,6 +100,47 @@ def plan_options(
     )
 
 
+def _costs(
+    config: TransformerConfig,
+    layer_kinds: LayerKinds,
+    device: torch.device,
+    given: CadArguments,
+    sorts: Sequence[ServerSort],
+    training: int,
+) -> tuple[tuple[CostModel, ...], NonAttention | None]:
+    """Returns a cost model for each kind of layer, and the result of :func:`_non_attention`.
+
+    ``sorts`` has all servers; the first ``training`` servers are ranks that train."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    cost = cost_model(config, sorts[0], given.cost_table)
+    costs = tuple(cost_of(kind, cost, sorts[0], given.cost_table) for kind in layer_kinds.kinds)
+    if not given.disaggregate:
+        return costs, None
+    find = partial(costs_on, kinds=layer_kinds.kinds, cost=cost, cost_table=given.cost_table)
+    costs = costs_by_sort(costs, sorts, find, warns=dist.get_rank() == 0 and not given.speeds)
+    unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
+    # "auto" must not mean "time" on CPUs, where ranks may share cores, nor with NVSHMEM: a server that computes no
+    # linear layers could get more rows than its receive memory holds.
+    auto_is_time = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
+    works = partial(layer_works, config, given.hybrid_layer_pattern, given.recompute == "all")
+    non_attention = _non_attention(config, cost, given.level, auto_is_time, works)
+    if non_attention is not None and isinstance(costs[0], PoolCost):
+        non_attention = replace(non_attention, factors=linear_factors(costs[0], training))
+    return costs, non_attention
+
+
+def _at_speeds(
+    costs: tuple[CostModel, ...], non_attention: NonAttention | None, speeds: Sequence[float], training: int
+) -> tuple[tuple[CostModel, ...], NonAttention | None]:
+    """Divides seconds by ``speeds``: a server of speed s takes 1/s times those of its cost table."""
+    slower = tuple(at_speeds(each, speeds) for each in costs)
+    if non_attention is None:
+        return slower, None
+    by_table = non_attention.factors or (1.0,) * training
+    factors = tuple(each / speed for each, speed in zip(by_table, speeds[:training], strict=True))
+    return slower, replace(non_attention, factors=factors)
+
+
 def check_speeds(speeds: Sequence[float], servers: int) -> None:
     """Raises PlanError unless ``speeds`` has one finite number above 0 for each of the ``servers`` servers."""
     if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
@@ -134,93 +150,8 @@ def check_speeds(speeds: Sequence[float], servers: int) -> None:
         )
 
 
-def attention_shape(config: TransformerConfig) -> AttentionShape:
-    """Returns the number and sizes of core attention's heads on one tensor-parallel rank."""
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    assert config.num_query_groups is not None and config.kv_channels is not None
-    dtype: torch.dtype = config.params_dtype
-    key_dim, value_dim = latent_dims(config) if is_latent(config) else (config.kv_channels, 0)
-    value_dim = value_dim if value_dim < key_dim else 0  # 0: values are as wide as keys
-    heads, kv_heads = config.num_attention_heads // tp, config.num_query_groups // tp
-    return AttentionShape(heads, kv_heads, key_dim, dtype.itemsize, value_dim)
-
-
-def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | None = None) -> CostModel:
-    """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
-
-    If ``cost_table`` is a file, the object is the file's table. Otherwise it is a table for ``sort`` and these heads,
-    from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no table for
-    them, the object is an estimate.
-
-    Raises:
-        PlanError: the file is not usable or was measured for other heads; or neither the folder ``cost_table`` nor the
-            package has a table.
-    """
-    shape = attention_shape(config)
-    heads = (shape.heads, shape.kv_heads, shape.head_dim)
-
-    def find() -> TableCost | None:
-        if cost_table and not Path(cost_table).is_dir():
-            return open_table(cost_table, *heads, shape.value_dim)
-        found = _table_of(sort, shape, cost_table)
-        if found is None and cost_table:
-            raise PlanError(
-                f"Neither {cost_table} nor the package has a cost table for {sort}, {shape.heads} query heads and "
-                f"{shape.kv_heads} key/value heads of {shape.head_dim}: measure one with `distca profile`, or leave "
-                "`cost_table` out."
-            )
-        return found
-
-    table = of_first_rank(find)
-    if table is not None:
-        return table
-    count = area_cost if sort.kernel == "reference" else analytic_cost
-    return count(*heads, value_bytes=shape.value_bytes, value_dim=shape.value_dim)
-
-
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-
-
-def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, window: int = 0) -> TableCost | None:
-    """Returns the table in the folder ``cost_table``, or else the package's table; None if neither has one."""
-    find = partial(
-        find_table, *sort, shape.heads, shape.kv_heads, shape.head_dim, window=window, value_dim=shape.value_dim
-    )
-    found = find(folder=Path(cost_table)) if cost_table and Path(cost_table).is_dir() else None
-    return find() if found is None else found
-
-
-def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
-    """Returns the object that gives the seconds of tasks in layers of one kind.
-
-    If the kind has a window, ``cost`` is a table and a table for the window exists, the object is that table. Otherwise
-    it is derived from ``cost``."""
-    if kind.window and isinstance(cost, TableCost):
-        table = of_first_rank(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
-        if table is not None:
-            table.linear = cost.linear
-            return table
-    return cost_of_kind(kind, cost)
-
-
-def _costs_on(
-    sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel, cost_table: str | None
-) -> tuple[CostModel, ...] | None:
-    """Returns a cost model for each kind of layer, on servers of the sort ``sort``.
-
-    The result is None if there is no table for the sort; if ``cost``, which is the first server's, is no table; or if
-    ``cost_table`` is a file, which holds for all servers.
-    """
-    if not isinstance(cost, TableCost):
-        return None
-
-    def find() -> TableCost | None:
-        is_file = bool(cost_table) and not Path(cost_table or "").is_dir()
-        return None if is_file else _table_of(sort, cost.shape, cost_table)
-
-    table = of_first_rank(find)
-    return None if table is None else tuple(_cost_of(kind, table, sort, cost_table) for kind in kinds)
 
 
 def _non_attention(

@@ -40,8 +40,8 @@ from distca.runtime.empty_layers import (
     serve_forward,
 )
 from megatron_patches.layers.units import units_in
+from megatron_patches.steps.cost_models import attention_shape
 from megatron_patches.steps.device_batch import Batch
-from megatron_patches.steps.plan_options import attention_shape
 from megatron_patches.training.training_step import ForwardStep
 
 # Earlier versions of Megatron need the model's type as an argument.

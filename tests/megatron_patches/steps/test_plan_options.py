@@ -42,7 +42,7 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _cost(
     heads: tuple[int, int, int], kernel: str, dtype: torch.dtype, device: torch.device, table: Any = None
 ) -> CostModel:
-    from megatron_patches.steps.plan_options import cost_model
+    from megatron_patches.steps.cost_models import cost_model
     from megatron_patches.steps.unlike_servers import ServerSort
 
     config: Any = SimpleNamespace(
@@ -53,10 +53,10 @@ def _cost(
 
 @pytest.mark.usefixtures("one_rank")
 def test_table_or_analytic_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_patches.steps import plan_options
+    from megatron_patches.steps import cost_models
 
     folder = tmp_path / "tables"
-    monkeypatch.setattr(plan_options, "find_table", lambda *key, **named: find_table(*key, folder=folder, **named))
+    monkeypatch.setattr(cost_models, "find_table", lambda *key, **named: find_table(*key, folder=folder, **named))
     heads = (32, 8, 128)
     assert _cost(heads, "flash4", torch.bfloat16, GPU) == analytic_cost(16, 4, 128)
     write(folder, factor=2.0)
