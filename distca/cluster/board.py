@@ -1,4 +1,4 @@
-"""A board on which ranks post signs of life of their nodes and the failure that ends the run.
+"""A board on which ranks post signs of life and the failure that ends the run.
 
 The board is a part of torch.distributed's key-value store. If the store is gone, a question to it may never return. So
 only threads of this module ask it. Other threads read the latest answer and its age.
@@ -57,20 +57,19 @@ class Board:
 
     Args:
         rank: this rank.
-        nodes: by rank, the name of its node.
+        names: by rank, the name under which it posts signs of life. Ranks of one node share a name.
         store: the store that has the board; None takes the one of torch.distributed in this process.
 
     Attributes:
         failure: the failure that ends the run; None until a rank has posted one.
     """
 
-    def __init__(self, rank: int, nodes: Sequence[str], store: dist.Store | None = None) -> None:
+    def __init__(self, rank: int, names: Sequence[str], store: dist.Store | None = None) -> None:
         self.failure: Failure | None = None
-        self._size, names = len(nodes), sorted(set(nodes))
-        self._node, self._names = names.index(nodes[rank]), names
-        # The first rank of each node looks for signs of life of the other nodes.
-        self._listens = nodes.index(nodes[rank]) == rank and len(names) > 1
-        self._beats = {name: (0, time.monotonic()) for name in names}
+        self._name, self._names = names[rank], sorted(set(names))
+        # The first rank with each name looks for signs of life under the other names.
+        self._listens = names.index(names[rank]) == rank and len(self._names) > 1
+        self._beats = {name: (0, time.monotonic()) for name in self._names}
         self._answered = time.monotonic()
         self._stop = threading.Event()
         self._broken_at: float | None = None
@@ -103,12 +102,12 @@ class Board:
 
         self._within(seconds, ask)
 
-    def lost_nodes(self, seconds: float) -> list[str]:
-        """Returns the nodes without a sign of life for ``seconds``; empty on all but the first rank of a node."""
+    def silent(self, seconds: float) -> list[str]:
+        """Returns the names without a sign of life for ``seconds``; empty on all but the first rank with a name."""
         now = time.monotonic()
-        if not self._listens or self.silence() > _BEAT_S:  # without answers of the store there is no news of nodes
+        if not self._listens or self.silence() > _BEAT_S:  # without answers of the store there is no news of others
             return []
-        return [name for name, (_, at) in self._beats.items() if name != self._names[self._node] and now - at > seconds]
+        return [name for name, (_, at) in self._beats.items() if name != self._name and now - at > seconds]
 
     def silence(self) -> float:
         """Returns the seconds since the store answered last."""
@@ -152,8 +151,8 @@ class Board:
                 self._broken_at = self._broken_at or time.monotonic()
 
     def _beat(self) -> None:
-        """Counts up this node's signs of life; on the first rank of a node also reads those of the other nodes."""
-        self._store.add(f"{_PREFIX}/beat/{self._names[self._node]}", 1)
+        """Counts up this rank's signs of life; on the first rank with a name also reads those under other names."""
+        self._store.add(f"{_PREFIX}/beat/{self._name}", 1)
         for name in self._names if self._listens else ():
             beats = self._store.add(f"{_PREFIX}/beat/{name}", 0)
             if beats != self._beats[name][0]:

@@ -59,6 +59,9 @@ _HEARD_S = 4.0
 rank end may kill the others before they have reported."""
 _LOST_S = 40.0
 """Seconds without a sign of life after which a node counts as lost."""
+_STARTING_S = 70.0
+"""The same for a server without a model, until the pool has formed. A server that compiles a kernel may hold Python's
+lock for a minute, and its signs of life wait meanwhile."""
 _BROKEN_S = 5.0
 """Seconds after which a server without a model ends, if its connection to the store is closed: its homes are gone."""
 _WAIT_GRACE_S = 4.0
@@ -106,6 +109,10 @@ class Health:
             ranks = list(range(len(everyone)))
         self._hosts = {rank: each.host for rank, each in zip(ranks, everyone, strict=True)}
         self._processes = {rank: each.process for rank, each in zip(ranks, everyone, strict=True)}
+        # Homes stand for their nodes. Each server has signs of its own, as one of several on its machine may be killed.
+        homes = len(everyone) if pool is None else pool.homes
+        names = [str(each.process) if at >= homes else each.process.space for at, each in enumerate(everyone)]
+        self._names_of_life = dict(zip(ranks, names, strict=True))
         self._may_go: set[int] = set()  # members whose end does not end this rank
         self.asked_by = ""
         self._stops_when_asked = False
@@ -115,9 +122,7 @@ class Health:
         self._waits: list[Waits] = []
         self._warned_at = 0.0
         self._stop = threading.Event()
-        self._board = (
-            Board(self._rank, [each.process.space for each in everyone], _store_of(pool)) if ends_with_ranks else None
-        )
+        self._board = Board(self._rank, names, _store_of(pool)) if ends_with_ranks else None
         self._wake, self._woken = os.pipe()
         if ends_with_ranks:
             self._hear_signals()
@@ -247,8 +252,8 @@ class Health:
             self._end(board.failure)
         elif dead := self._dead():
             self._end(self._death_of(dead))
-        elif lost := [node for node in board.lost_nodes(_LOST_S) if not self._may_be_lost(node)]:
-            self._end(self._loss_of(lost))
+        elif lost := self._silent(board):
+            self._end(self._loss_of(*lost))
         elif board.silence() > _LOST_S or (pool is not None and pool.is_server and board.broken >= _BROKEN_S):
             self._end(self._loss_of_store(board.silence()))
         elif told is not None and (self._stops_when_asked or told == signal.SIGUSR1):
@@ -257,9 +262,15 @@ class Health:
         elif told is not None:
             self._leave(128 + told)
 
-    def _may_be_lost(self, node: str) -> bool:
-        """Whether a node has servers without a model only; before the pool forms, PoolWatch has a longer limit."""
-        return self._pool is not None and self._pool.may_go.issuperset(self._ranks_of([node]))
+    def _silent(self, board: Board) -> tuple[list[int], float] | None:
+        """Returns ranks that may not go and gave no sign of life, and for how many seconds; None if all are heard."""
+        may_be_late = set() if self._pool is None else self._pool.may_go
+        for seconds, excused in ((_LOST_S, may_be_late), (_STARTING_S, self._may_go)):
+            names = board.silent(seconds)
+            lost = [rank for rank, name in self._names_of_life.items() if name in names and rank not in excused]
+            if lost:
+                return lost, seconds
+        return None
 
     def _wait_for(self, happened: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -328,16 +339,15 @@ class Health:
             "reported above."
         )
 
-    def _loss_of(self, nodes: list[str]) -> Failure:
-        ranks = self._ranks_of(nodes)
+    def _loss_of(self, ranks: list[int], seconds: float) -> Failure:
         hosts = sorted({self._hosts[rank] for rank in ranks})
+        what = "the node or its network is gone"
+        if self._pool is not None and min(ranks) >= self._pool.homes:
+            what = "the process, its node or the network is gone"
         return self._lost(
-            f"No sign of life from {self._names(ranks)} on {', '.join(hosts)} for {_LOST_S:.0f} s, in {self._doing}: "
-            "the node or its network is gone."
+            f"No sign of life from {self._names(ranks)} on {', '.join(hosts)} for {seconds:.0f} s, in {self._doing}: "
+            f"{what}."
         )
-
-    def _ranks_of(self, nodes: list[str]) -> list[int]:
-        return [rank for rank, process in self._processes.items() if process.space in nodes]
 
     def _loss_of_store(self, seconds: float) -> Failure:
         return self._lost(

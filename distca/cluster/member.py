@@ -8,8 +8,11 @@ core attention for them. All of them meet in the key-value store behind the home
 from __future__ import annotations
 
 import logging
+import os
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +21,20 @@ from torch.distributed import distributed_c10d as c10d
 
 from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
 from distca.cluster.process import Member
+from distca.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
+MET = "SERVER_MET"
+"""The variable with the path of a file that a server makes once it has met its homes.
+``distca.cluster.server_processes`` sets it."""
 MEETING = timedelta(minutes=9)
 """The time in which servers have to come. All homes but the first wait in a collective meanwhile, which fails after 10
 minutes."""
 _LEAVING_S = 10.0
 """Seconds that the first home waits for servers to end after the run."""
+_LOOK_S = 0.1
+"""Seconds between two looks of the first home for servers that have come or ended."""
 _MISSING = (
     "Server {} of the {} that `servers` asks for has not come: start servers with SERVERS={} of pretrain_llama.sh, "
     "on every machine alike."
@@ -53,16 +62,14 @@ class Members:
             servers: the number of servers that the run asks for.
 
         Raises:
-            LaunchError: a server does not come in time.
+            LaunchError: a server does not come in time, or has ended before it came.
         """
         meeting, homes = PoolStore(c10d._get_default_store(), "run"), dist.get_world_size()
         everyone = [Member.here()] * homes
         dist.all_gather_object(everyone, everyone[0])
         found: list[Any] = [None]
         if dist.get_rank() == 0:
-            for number in range(servers):
-                said = _MISSING.format(number, servers, servers)
-                everyone.append(meeting.take(f"server/{number}", MEETING, said))
+            everyone += _servers_that_come(meeting, servers)
             meeting.put("members", (homes, everyone))
             found = [everyone]
         dist.broadcast_object_list(found)
@@ -82,6 +89,9 @@ class Members:
         meeting = PoolStore(store, "run")
         meeting.put(f"server/{number}", Member.here())
         homes, everyone = meeting.take("members", MEETING, "No homes have come that ask for servers without a model.")
+        if MET in os.environ:
+            with suppress(OSError):  # started by hand with the variables of a server whose launcher has ended
+                Path(os.environ[MET]).touch()
         me = Member.here()
         if me in everyone:
             return Members(meeting, everyone, homes + number, homes)
@@ -127,3 +137,34 @@ class Members:
                     logger.warning("Server %d has not ended in %.0f s after the run.", number, _LEAVING_S)
                     break
                 time.sleep(POLL_S)
+
+
+def tell_of_end(store: dist.Store, number: int, why: str) -> None:
+    """Tells the homes that a server has ended before it met them.
+
+    Args:
+        store: the store of the homes' world.
+        number: the server's number, from 0.
+        why: the rest of a sentence about the server, such as "on host1 was killed by SIGKILL".
+    """
+    PoolStore(store, "run").put(f"ended/{number}", why)
+
+
+def _servers_that_come(meeting: PoolStore, servers: int) -> list[Member]:
+    """Waits for all servers on the first home, and returns them by number.
+
+    Raises:
+        LaunchError: a server does not come in time, or has ended before it came.
+    """
+    until, missing = time.monotonic() + MEETING.total_seconds(), list(range(servers))
+    while missing := [number for number in missing if not meeting.has(f"server/{number}")]:
+        for number in missing:
+            if meeting.has(f"ended/{number}"):
+                raise LaunchError(
+                    f"Server {number} {meeting.take(f'ended/{number}')} before it met the homes.",
+                    "look at the server's output there.",
+                )
+        if time.monotonic() > until:
+            raise LaunchError(_MISSING.format(missing[0], servers, servers), "look at the servers' output.")
+        time.sleep(_LOOK_S)
+    return [meeting.take(f"server/{number}") for number in range(servers)]

@@ -100,29 +100,42 @@ def test_who_speaks_is_not_ended_by_its_other_thread() -> None:
     assert run_ranks(1, _find_one_death_twice)[0] == ["said", "ended", "said", "ended"]
 
 
-def _lose_a_server() -> list[tuple[int, list[str]]]:
-    """Codes and words of a home that loses a server on its machine before the pool has formed, and after."""
+def _lose_a_server(space: str | None) -> list[tuple[int, list[str]]]:
+    """Codes and words of a home that loses server 1 before the pool has formed, and after. It was on the home's
+    machine, or on the one named ``space``; server 0, on the same machine, lives."""
     found = []
     for formed in (False, True):
         said: list[str] = []
         ended, codes = threading.Event(), list[int]()
         logger = SimpleNamespace(critical=lambda text, *given, said=said: said.append(text % given))
-        dead = Member("there", replace(Process.here(), pid=2**22 + 1))  # more than any process number
-        pool = Members(PoolStore(dist.distributed_c10d._get_default_store()), [Member.here(), dead], 0, 1)
+        lives = Member("there", replace(Process.here(), space=space or Process.here().space))
+        dead = Member("there", replace(lives.process, pid=2**22 + 1))  # more than any process number
+        pool = Members(PoolStore(dist.distributed_c10d._get_default_store()), [Member.here(), lives, dead], 0, 1)
         board.Board.post = lambda self, failure, seconds=3.0: failure  # the store keeps one failure
-        with patch.object(health, "logger", logger), patch.object(health, "_HEARD_S", 0.1):
+        board._PERIOD_S, board._BEAT_S = 0.1, 0.2
+        health._PERIOD_S, health._LOST_S, health._STARTING_S, health._HEARD_S = 0.2, 1.5, 2.5, 0.1
+        with patch.object(health, "logger", logger):
             watching = Health(pool=pool, give_up=lambda code, *_, c=codes, e=ended: (c.append(code), e.set()))
+            of_server = board.Board(1, list(watching._names_of_life.values()), pool.store)
             if formed:
                 watching.pool_has_formed()
-            ended.wait(2.5 if formed else 20)
+            ended.wait(4 if formed else 20)
+            of_server.stop()
             watching.stop()
         found.append((codes[:1], said[:1]))
     return found
 
 
-def test_a_server_that_dies_ends_homes_only_before_the_pool_has_formed() -> None:
-    (((code,), (said,)), formed) = run_ranks(1, _lose_a_server)[0]
-    assert code == 1 and said.startswith("Server 0 died in starting") and formed == ([], [])
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (None, "Server 1 died in starting"),
+        ("another", "No sign of life from Server 1 on there for 2 s, in starting: the process, its node or"),
+    ],
+)
+def test_a_server_that_dies_ends_homes_only_before_the_pool_has_formed(space: str | None, words: str) -> None:
+    (((code,), (said,)), formed) = run_ranks(1, _lose_a_server, space)[0]
+    assert code == 1 and said.startswith(words) and formed == ([], [])
 
 
 def _lose_a_node() -> tuple[str, float, int]:

@@ -1,9 +1,22 @@
-"""The servers without a model of one machine: their numbers and GPUs."""
+"""The servers without a model of one machine: their numbers and GPUs, and the end of one that its homes wait for."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from distca.cluster import server_processes
+from distca.cluster.interface import LOOPBACK
+from distca.cluster.member import Members
+from distca.cluster.pool_store import PoolStore
+from distca.cluster.process import Member
+from distca.errors import LaunchError
+from distca.testing.ranks import run_ranks
 
 
 def test_consecutive_servers_share_a_gpu() -> None:
@@ -11,3 +24,25 @@ def test_consecutive_servers_share_a_gpu() -> None:
     program = ["bash", "-c", "echo $SERVER $LOCAL_RANK"]
     shown = subprocess.run([*words, *program], capture_output=True, text=True, timeout=60)
     assert (shown.returncode, sorted(shown.stdout.splitlines())) == (0, ["4 6", "5 6", "6 7"])
+
+
+def _lose_early_and_late() -> tuple[str, bool]:
+    """What homes of two servers say when server 1 is killed before it has met them; and whether they are told of
+    server 2, which is killed later."""
+    dist.destroy_process_group()
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
+    PoolStore(store, "run").put("server/0", Member.here())
+    with ThreadPoolExecutor(1) as thread:
+        homes = thread.submit(Members.of_homes, 2)
+        assert server_processes.run(1, 1, 0, 1, ["bash", "-c", "kill -9 $$"]) == 0
+        refused = homes.exception(20)
+    assert server_processes.run(2, 1, 0, 1, ["bash", "-c", "touch $SERVER_MET; kill -9 $$"]) == 0
+    assert isinstance(refused, LaunchError)
+    return str(refused), PoolStore(store, "run").has("ended/2")
+
+
+def test_homes_are_told_of_a_server_that_is_killed_before_it_has_met_them() -> None:
+    said = f"Server 1 on {socket.gethostname()} was killed by SIGKILL before it met the homes."
+    assert run_ranks(1, _lose_early_and_late) == [(said, False)]

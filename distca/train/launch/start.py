@@ -89,7 +89,8 @@ def servers_command(machines: Machines, python: str, environment: Mapping[str, s
     if machines.starter == "srun":
         step = _Step(machines.home_nodes, machines.nodes - machines.home_nodes or 1, machines.servers_per_node)
         gpu = f"$((SLURM_LOCALID / {machines.servers_per_gpu} + {behind}))"
-        shell = f'trap "" USR1; export SERVER=$SLURM_PROCID LOCAL_RANK={gpu}; exec "$@"'
+        server = f"$SLURM_PROCID 1 {gpu} 1"
+        shell = f'trap "" USR1; exec "$1" -m distca.cluster.server_processes {server} "$@"'
         return ["env", *variables, *_srun(step, machines, environment), *_shell(shell), *program]
     first = 0 if machines.nodes == 1 else (machines.node - machines.home_nodes) * machines.servers_per_node
     numbers = [str(number) for number in (first, machines.servers_per_node, behind, machines.servers_per_gpu)]

@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -155,7 +156,10 @@ def _server_and_gpu(machine: Machine, command: list[str], task: int) -> list[str
     shell = command[command.index("bash") : command.index("python")]
     variables = machine.variables | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}
     shown = subprocess.run(
-        [*shell, "bash", "-c", "echo $SERVER $LOCAL_RANK"], env=variables, capture_output=True, text=True
+        [*shell, sys.executable, "-c", "import os; print(os.environ['SERVER'], os.environ['LOCAL_RANK'])"],
+        env=variables | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
     return shown.stdout.split()
 
