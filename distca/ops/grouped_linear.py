@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from distca.ops.cross_entropy import wide
 from distca.ops.output_loss import add_product
 from distca.ops.row_sums import row_dots
 from distca.ops.triton import has_kernels, is_trusted
@@ -113,14 +114,35 @@ class _AddBiases(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_PO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         scale_P, *biases = ctx.saved_tensors
-        d_scale, scaled = None, d_PO
-        if scale_P is not None:
-            if ctx.needs_input_grad[1]:
-                d_scale = row_dots(d_PO.contiguous(), _of_rows(biases, ctx.groups, len(d_PO))).to(scale_P.dtype)
-            scaled = torch.mul(d_PO, scale_P[:, None], out=torch.empty_like(d_PO))
-        # One sum for each expert. index_add would round after each row, in an order that changes from run to run.
-        parts = zip(biases, ctx.needs_input_grad[3:], scaled.split(ctx.groups.rows), strict=True)
-        return d_PO, d_scale, None, *(part.sum(0).to(bias.dtype) if needed else None for bias, needed, part in parts)
+        d_scale, needed, rows_PO = None, ctx.needs_input_grad[3:], d_PO.contiguous()
+        if scale_P is not None and ctx.needs_input_grad[1]:
+            d_scale = row_dots(rows_PO, _of_rows(biases, ctx.groups, len(d_PO))).to(scale_P.dtype)
+        if not any(needed):
+            return d_PO, d_scale, None, *[None] * len(biases)
+        sums_EO = expert_row_sums(rows_PO, ctx.groups, scale_P).to(biases[0].dtype)
+        return d_PO, d_scale, None, *(each if wanted else None for each, wanted in zip(sums_EO, needed, strict=True))
+
+
+def expert_row_sums(x_PO: torch.Tensor, groups: Groups, scale_P: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns [E, O], for each expert the sum of its rows, without autograd.
+
+    Products and sums are at least float32, in an order that is the same in each run.
+
+    Args:
+        x_PO: rows, contiguous.
+        groups: the numbers of rows of each expert.
+        scale_P: a factor on each row; None for 1.
+    """
+    if has_kernels(x_PO, "bias gradients"):
+        from distca.ops.triton.bias_gradients import expert_row_sums as kernel
+
+        return kernel(x_PO, None if scale_P is None else scale_P.contiguous(), groups.ends_E)
+    sums_EO = x_PO.new_empty(len(groups.rows), x_PO.shape[1], dtype=wide(x_PO.dtype))
+    factors = [None] * len(groups.rows) if scale_P is None else scale_P.split(groups.rows)
+    for total, part, factor in zip(sums_EO, x_PO.split(groups.rows), factors, strict=True):
+        part = part.to(total.dtype)
+        torch.sum(part if factor is None else part * factor[:, None], 0, out=total)
+    return sums_EO
 
 
 def _of_rows(biases: Sequence[torch.Tensor], groups: Groups, rows: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from distca.cluster.agreement import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
 from distca.ops.gate import SWIGLU, Gate
-from distca.ops.grouped_linear import Groups, grouped_linear
+from distca.ops.grouped_linear import Groups, add_biases, grouped_linear
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
 from distca.ops.rotary import Rotation, split_and_rotate
@@ -51,6 +51,7 @@ class Widths:
         latent: columns of each further norm, as latent attention (MLA) has them.
         gate: the gate of experts.
         experts: whether the model has experts.
+        expert_biases: whether these have biases.
     """
 
     hidden: int
@@ -61,6 +62,7 @@ class Widths:
     latent: tuple[int, ...] = ()
     gate: Gate = SWIGLU
     experts: bool = False
+    expert_biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,8 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[Draw], Outputs]]:
     }
     if widths.experts:  # else no rank waits for its kernel to be compiled
         found["expert gradients"] = _expert_gradients
+    if widths.expert_biases:
+        found["bias gradients"] = _bias_gradients
     return found
 
 
@@ -268,3 +272,12 @@ def _expert_gradients(draw: Draw) -> Outputs:
     out.backward(d_out)
     assert x.grad is not None
     return {"the product": out, "the rows' gradient": x.grad, "the sums": sums.flatten(0, 1)}
+
+
+def _bias_gradients(draw: Draw) -> Outputs:
+    """The gradients of four experts' biases, of which one has no rows."""
+    rows, columns = [_ROWS - 31, 0, 30, 1], 272
+    ends = torch.tensor(rows).cumsum(0).int().to(draw.device)
+    biases = [draw(columns).requires_grad_() for _ in rows]
+    out = add_biases(draw(_ROWS, columns), biases, Groups(rows, ends), draw.wide(_ROWS))
+    return {"the biases' gradients": torch.stack(torch.autograd.grad(out, biases, draw(*out.shape)))}

@@ -42,7 +42,8 @@ def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> N
         latent = tuple(filter(None, (of.q_rank, of.kv_rank)))
     heads, gate = (shape.heads, shape.kv_heads, shape.head_dim), gate_of(config) or SWIGLU
     experts = bool(config.num_moe_experts)
-    widths = Widths(config.hidden_size, config.ffn_hidden_size // tp, *heads, latent, gate, experts)
+    biases = experts and config.add_bias_linear
+    widths = Widths(config.hidden_size, config.ffn_hidden_size // tp, *heads, latent, gate, experts, biases)
     _check_operations(widths, config.params_dtype, device)
     kind = f"{config.fp8} {config.fp8_recipe}"
     if te and kind not in _products_checked:

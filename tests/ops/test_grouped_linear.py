@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distca.ops import grouped_linear as ops
-from distca.ops.grouped_linear import Groups, grouped_linear, is_grouped
+from distca.ops.grouped_linear import Groups, add_biases, expert_row_sums, grouped_linear, is_grouped
 
 ROWS = ([5, 0, 1, 18], [0, 0, 24, 0], [1, 0, 0, 0], [0, 0, 0, 0], [7, 3, 2, 12])
 
@@ -103,3 +103,35 @@ def test_hosts_are_asked_nothing(monkeypatch):
     )
     grouped_linear(x, weights, groups).backward(d_out)
     assert [offs is groups.ends_E for offs in seen] == [True, True]
+
+
+@pytest.mark.parametrize("rows", [*ROWS, [4000, 1, 0, 700]])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_of_biases_are_rounded_once(rows, scaled):
+    x, biases, d_out, groups = drawn(rows, 1, 24, torch.bfloat16)
+    biases = [each.detach().flatten().requires_grad_() for each in biases]
+    scale = torch.linspace(0.1, 1, len(x)) if scaled else None
+    products = d_out.double() * (scale.double()[:, None] if scaled else 1)
+    expected = [part.sum(0) for part in products.split(rows)]
+    sums = expert_row_sums(d_out, groups, scale)
+    assert sums.dtype == torch.float32 and max(map(error, sums, expected)) <= 1e-6
+    add_biases(x.detach().expand(-1, 24), biases, groups, scale).backward(d_out)
+    assert all(torch.equal(bias.grad, each.bfloat16()) for bias, each in zip(biases, sums, strict=True))
+
+
+def test_one_kernel_sums_the_gradients_of_all_biases(monkeypatch):
+    x, biases, d_out, groups = drawn([5, 0, 3], 1, 24, torch.float32)
+    biases, scale = [each.detach().flatten().requires_grad_() for each in biases], torch.rand(8)
+    biases[0].requires_grad_(False)
+    launches = []
+
+    def kernel(*given):
+        launches.append(given)
+        return torch.arange(3.0)[:, None].expand(3, 24)
+
+    monkeypatch.setattr(ops, "has_kernels", lambda x, operation: operation == "bias gradients")
+    monkeypatch.setitem(sys.modules, "distca.ops.triton.bias_gradients", SimpleNamespace(expert_row_sums=kernel))
+    add_biases(x.detach().expand(-1, 24), biases, groups, scale).backward(d_out)
+    ((rows, factors, ends),) = launches
+    assert torch.equal(rows, d_out) and torch.equal(factors, scale) and ends is groups.ends_E
+    assert biases[0].grad is None and [float(each.grad.mean()) for each in biases[1:]] == [1, 2]

@@ -12,7 +12,10 @@ from distca.ops.gate import SWIGLU, Gate
 from distca.ops.self_check import Widths, check_operations
 from distca.testing.ranks import run_ranks
 
-CPU, WIDTHS = torch.device("cpu"), Widths(96, 80, 4, 2, 24, (40,), Gate(1.702, 1.0, 7.0), experts=True)
+CPU, WIDTHS = (
+    torch.device("cpu"),
+    Widths(96, 80, 4, 2, 24, (40,), Gate(1.702, 1.0, 7.0), experts=True, expert_biases=True),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +34,7 @@ _swiglu, _rms_norm, _rotate = self_check.swiglu, self_check.rms_norm, self_check
 _statistics, _gradient, _add = self_check.row_statistics, self_check.logits_to_gradient_, self_check.add_product
 _row_dots = self_check.row_dots
 _expert_sums, _grouped_linear = self_check.expert_sums, self_check.grouped_linear
+_add_biases = self_check.add_biases
 
 
 def _wrong(name):
@@ -76,6 +80,9 @@ def _wrong(name):
             x, weights if x.dtype == torch.float64 else weights[1:] + weights[:1], groups, into_main_grad
         )
 
+    def of_the_next_bias(x, biases, groups, scale):
+        return _add_biases(x, biases if x.dtype == torch.float64 else biases[1:] + biases[:1], groups, scale)
+
     def sums(a, b):
         return _row_dots(a, b) * (1.001 if a.dtype != torch.float64 else 1)
 
@@ -92,6 +99,7 @@ def _wrong(name):
         "row sums": ("row_dots", sums),
         "expert sums": ("expert_sums", of_other_pairs),
         "expert gradients": ("grouped_linear", of_the_next_expert),
+        "bias gradients": ("add_biases", of_the_next_bias),
     }[name]
 
 
@@ -111,6 +119,7 @@ def _wrong(name):
         "row sums",
         "expert sums",
         "expert gradients",
+        "bias gradients",
     ],
 )
 def test_wrong_operations_are_refused_with_a_warning(monkeypatch, caplog, name, dtype) -> None:

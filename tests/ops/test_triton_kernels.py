@@ -15,6 +15,7 @@ if find_spec("triton") is None:
 
 CASES = {
     "add_rms_norm": [(5, 96), (70, 48)],
+    "bias_gradients": [(1, 16), (300, 136)],
     "chunk_gradients": [(16, 32), (64, 16)],
     "core_rows": [(0, 8), (1, 16), (2, 12)],
     "expert_gradients": [(8, 16), (136, 264)],
@@ -168,6 +169,21 @@ def _check_expert_gradients(outputs, inputs, dtype):
     for expert, (old, new, d, rows_of) in enumerate(parts):
         exact = old[: outputs * inputs].view(outputs, inputs).double() + d.double().t() @ rows_of.double()
         assert relative_error(new, exact) <= 3e-7, expert
+
+
+def _check_bias_gradients(most, columns, dtype):
+    """Experts with many rows, none, and one."""
+    from distca.ops.triton.bias_gradients import expert_row_sums
+
+    rows = [most, 0, 1, 9]
+    x, *_ = _draws(sum(rows), columns, dtype)
+    factors = torch.linspace(0, 1, len(x))
+    for scale in (None, factors):
+        sums = expert_row_sums(x, scale, torch.tensor(rows).cumsum(0).int())
+        scaled = x.double() * (1 if scale is None else scale.double()[:, None])
+        exact = torch.stack([part.sum(0) for part in scaled.split(rows)])
+        assert sums.dtype == torch.float32 and relative_error(sums, exact) <= 3e-7
+        assert not sums[1].any()
 
 
 def _check_swiglu(rows, columns, dtype):

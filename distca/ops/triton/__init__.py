@@ -15,6 +15,7 @@ Operation = Literal[
     "row sums",
     "expert sums",
     "expert gradients",
+    "bias gradients",
     "convolution",
     "gradients within chunks",
 ]
