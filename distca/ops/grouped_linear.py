@@ -239,10 +239,16 @@ def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def is_grouped(x_PI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether torch's grouped product computes all experts at once; otherwise they come one after the other."""
-    if not hasattr(torch.nn.functional, "grouped_mm") or any(size % _ALIGNED for size in weight_OI.shape):
+    if any(size % _ALIGNED for size in weight_OI.shape) or not has_grouped_products(x_PI.dtype, x_PI.device):
         return False
-    if x_PI.is_cuda:
+    return not x_PI.is_cuda or is_trusted("expert gradients")  # whose check has grouped products, too
+
+
+def has_grouped_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's grouped product is used on a device for rows of a dtype, if its check does not refuse it."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    if device.type == "cuda":
         # On Blackwell, torch's grouped product left the gradients of experts without rows uninitialised.
-        right = is_trusted("expert gradients")  # whose check has grouped products, too
-        return right and x_PI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_PI.device) == _HOPPER
-    return x_PI.dtype == torch.float32  # Tests on CPUs thus call it, too.
+        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) == _HOPPER
+    return dtype == torch.float32  # Tests on CPUs thus call it, too.

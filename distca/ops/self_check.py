@@ -17,7 +17,7 @@ import torch
 from distca.cluster.agreement import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
 from distca.ops.gate import SWIGLU, Gate
-from distca.ops.grouped_linear import Groups, add_biases, grouped_linear
+from distca.ops.grouped_linear import Groups, add_biases, grouped_linear, has_grouped_products
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
 from distca.ops.rotary import Rotation, split_and_rotate
@@ -105,11 +105,16 @@ def check_operations(widths: Widths, dtype: torch.dtype, device: torch.device) -
         device: their device.
 
     Returns:
-        By operation the reason why it is refused, the same on every rank; None for a right one.
+        By operation the reason why it is refused, the same on every rank; None for a right one. It has no operation
+        that would never run on this rank.
     """
     found: dict[Operation, str | None] = {}
     for operation, run in _operations(widths).items():
-        found[operation] = objection = first_objection(why_wrong(run, dtype, device))
+        # Ranks with other GPUs may run what this one never does, and all ranks have to agree.
+        runs = operation != "expert gradients" or has_grouped_products(dtype, device)
+        objection = first_objection(why_wrong(run, dtype, device) if runs else None)
+        if runs:
+            found[operation] = objection
         if objection is not None:
             refuse(operation)
             logger.warning("The fused %s is refused, and torch's own runs, more slowly: %s.", operation, objection)

@@ -124,6 +124,7 @@ def _wrong(name):
 )
 def test_wrong_operations_are_refused_with_a_warning(monkeypatch, caplog, name, dtype) -> None:
     monkeypatch.setattr(self_check, *_wrong(name))
+    monkeypatch.setattr(self_check, "has_grouped_products", lambda *_: True)
     with caplog.at_level(logging.WARNING, "distca.ops.self_check"):
         found = check_operations(WIDTHS, dtype, CPU)
     (operation,) = (each for each, objection in found.items() if objection)
@@ -132,6 +133,13 @@ def test_wrong_operations_are_refused_with_a_warning(monkeypatch, caplog, name, 
     (line,) = caplog.messages
     assert line.startswith(f"The fused {operation} is refused, and torch's own runs, more slowly: ")
     assert "% off the reference in " in line
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_experts_products_are_checked_where_they_are_grouped(monkeypatch, dtype) -> None:
+    monkeypatch.setattr(self_check, "_expert_gradients", lambda _: 1 / 0)
+    grouped = dtype == torch.float32 and hasattr(torch.nn.functional, "grouped_mm")
+    assert ("expert gradients" in check_operations(WIDTHS, dtype, CPU)) == grouped == (len(triton._refused) == 1)
 
 
 def _wrong_on_one_rank() -> tuple[list[str], bool]:
