@@ -126,19 +126,20 @@ def cheaper(
 def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool, sinks: bool = False) -> Price:
     """Returns the price of one layer of a micro-batch.
 
-    With ``resend`` homes send rows again for backward, because servers do not keep them. With ``sinks``, learned scores
-    in heads' softmax, each row's log-sum-exp travels too."""
+    With ``resend`` homes send rows again for backward, because servers do not keep them. With it, or with ``sinks``,
+    learned scores in heads' softmax, each row's log-sum-exp travels too."""
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
     rows_of: dict[Plan, Traffic] = {}
-    q, o, lse = shape.q_bytes, shape.o_bytes, 4 * shape.heads if sinks else 0
-    # Each direction has the bytes that go to the server for a query row, and those that return home. In backward dO, or
-    # with "resend" q, o and dO, go to the server, and dQ returns. Without sinks, log-sum-exps travel with "resend",
-    # but they are small and left out.
-    directions: tuple[tuple[Direction, int, int], ...] = (
-        ("forward", q, o + lse),
-        ("backward", (q + 2 * o if resend else o) + lse, q),
+    q, o, kv, lse = shape.q_bytes, shape.o_bytes, shape.kv_bytes, 4 * shape.heads if resend or sinks else 0
+    # The bytes that go to the server for a query row, those that return home, and the same of a key/value row. In
+    # backward dO, or with "resend" q, k, v, o and dO, go to the server, and dQ, dK and dV return. Log-sum-exps return
+    # in forward, and go to the server in backward.
+    backward = (q + 2 * o + lse, q, kv, kv) if resend else (o + lse, q, 0, kv)
+    directions: tuple[tuple[Direction, tuple[int, int, int, int]], ...] = (
+        ("forward", (q, o + lse, kv, 0)),
+        ("backward", backward),
     )
-    for way, (direction, out, back) in enumerate(directions):
+    for way, (direction, row_bytes) in enumerate(directions):
         plans = [nano[way] for nano in nanos]
         slowest = [float(server_seconds(plan, cost, direction).max()) for plan in plans]
         attention += sum(slowest)
@@ -148,8 +149,7 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool, sink
                 rows_of[plan] = traffic(plan, links)
             rows, node = rows_of[plan], links.nodes(plan.layout.ranks)
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
-            one_way = (out, back, shape.kv_bytes)
-            far = rows.between(node).busiest(*one_way)
-            travel = (rows.busiest(*one_way) + (links.network_price - 1) * far) / links.bytes_per_s(far=False)
+            far = rows.between(node).busiest(*row_bytes)
+            travel = (rows.busiest(*row_bytes) + (links.network_price - 1) * far) / links.bytes_per_s(far=False)
             exposed += max(float(travel.max()) - (sum(slowest) - own), 0.0)
     return Price(attention, exposed, moved)

@@ -89,17 +89,18 @@ class Traffic:
         """Like :meth:`PairRows.between`."""
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
-    def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
+    def busiest(self, q_out: int, q_back: int, kv_out: int, kv_back: int = 0) -> np.ndarray:
         """Returns [R] int64 bytes that each rank sends or receives, whichever are more.
 
         Args:
             q_out: bytes of a query row to the server.
             q_back: bytes of a query row's result to its home.
             kv_out: bytes of a key/value row to the server.
+            kv_back: bytes of a key/value row's gradient to its home.
         """
         kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
-        sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out
-        received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out
+        sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out + kv_received * kv_back
+        received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out + kv_sent * kv_back
         return np.asarray(np.maximum(sent, received))
 
 

@@ -169,6 +169,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
             cost=_with_travel(options, layout),
             direction=direction,
             resend=options.resend,
+            sinks=options.sinks,
             tolerance=tolerance,
             links=options.links,
             other_seconds=other,

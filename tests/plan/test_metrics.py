@@ -41,6 +41,8 @@ def test_rows_between_groups_and_of_the_busiest_rank(plan: Plan, size: int) -> N
     sent = 3 * q.sum(axis=1) + 5 * q.sum(axis=0) + 7 * kv.sum(axis=1)
     received = 3 * q.sum(axis=0) + 5 * q.sum(axis=1) + 7 * kv.sum(axis=0)
     assert counted.busiest(3, 5, 7).tolist() == np.maximum(sent, received).tolist()
+    sent, received = sent + 11 * kv.sum(axis=0), received + 11 * kv.sum(axis=1)
+    assert counted.busiest(3, 5, 7, 11).tolist() == np.maximum(sent, received).tolist()
 
 
 @given(arbitrary_plans())

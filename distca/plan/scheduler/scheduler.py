@@ -79,6 +79,7 @@ def schedule(
     tolerance: float = DEFAULT_TOLERANCE,
     direction: Direction = "both",
     resend: bool = False,
+    sinks: bool = False,
     links: Links | None = None,
     other_seconds: Sequence[float] | np.ndarray | None = None,
     growth: Growth | None = None,
@@ -90,6 +91,7 @@ def schedule(
             tolerance, for example if every range that could move is too short to be worth it.
         direction: the direction that is balanced; "both" finds one set of tasks for forward and backward.
         resend: whether homes send q, k and v again for backward.
+        sinks: whether heads have sinks, learned scores in the softmax.
         links: which ranks share a node, and how long bytes take between ranks; None if they take equally long between
             all ranks.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
@@ -111,7 +113,7 @@ def schedule(
     mean = work.on(home.tasks.server, rows, ends).sum(axis=1) / layout.ranks
     target = TargetLoad(layout.ranks, other_seconds, work.slowness, mean)
     least = _least_imbalance(home, cost, direction) if target.alike else 0.0
-    moved_bytes, links = cost.shape.moved_bytes(direction, resend), links or Links()
+    moved_bytes, links = cost.shape.moved_bytes(direction, resend, sinks), links or Links()
     if work.slowness is not None:
         growth = {} if growth is None else growth
         return Plan(layout, schedule_unlike(home, work, target, tolerance, moved_bytes, links, growth))
