@@ -61,7 +61,8 @@ def join_pool(
             # Recurrent layers exchange rows only among ranks with a model.
             between_models = CollectiveTransport(server_pool_group())
     else:
-        transport = choose_transport(given.transport, server_pool_group(), given.nvshmem_buffer_gb or needed)
+        buffer_gb, waits = given.nvshmem_buffer_gb or needed, not given.ping_pong
+        transport = choose_transport(given.transport, server_pool_group(), buffer_gb, waits_at_once=waits)
     parking = Offload(device) if given.offload else None
     return AttentionPool(transport, kernel, Timeline(device), how, parking, between_models)
 

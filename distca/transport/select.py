@@ -49,7 +49,9 @@ _ALONE_S = 3.0
 seconds until all others have started or failed; then the rank raises an error."""
 
 
-def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
+def choose_transport(
+    name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB, waits_at_once: bool = False
+) -> Transport:
     """Returns a transport over ``group``. All ranks of the group must call this at the same time.
 
     Args:
@@ -57,6 +59,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
             otherwise it takes the backend of ``group``.
         group: process group of the pool.
         buffer_gb: size of NVSHMEM's receive buffer, in GiB per rank.
+        waits_at_once: whether callers wait for an exchange right after its launch, and compute nothing meanwhile.
 
     Raises:
         TransportError: the name is unknown; the transport cannot be used here; or, also with "auto", NVSHMEM fails to
@@ -68,7 +71,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
     collective = CollectiveTransport(group)
     fallback = collective if name == "auto" else None
     if name in ("auto", "nvshmem") and ranks in _started:
-        return _started_before(ranks, buffer_gb, fallback)
+        return _started_before(ranks, buffer_gb, fallback, waits_at_once)
     reason = None
     if name in ("auto", "nvshmem"):
         reason = why_not_nvshmem_together(group, between_nodes=name == "nvshmem")
@@ -80,6 +83,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
                     count(started.ranks, "rank"),
                     buffer_gb,
                 )
+                started.waits_at_once = waits_at_once
                 return started
             reason = started
             if name == "auto":
@@ -101,7 +105,9 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
     return collective
 
 
-def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
+def _started_before(
+    ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None, waits_at_once: bool
+) -> OneSidedTransport:
     transport, has_gb = _started[ranks]
     if buffer_gb > has_gb:
         logger.warning(
@@ -110,6 +116,7 @@ def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transpor
             *(has_gb, buffer_gb, f"go by {fallback.name}" if fallback else "are refused"),
         )
     transport.use_fallback(fallback)
+    transport.waits_at_once = waits_at_once
     return transport
 
 

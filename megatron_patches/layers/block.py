@@ -9,6 +9,7 @@ block the new forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache, partial
@@ -97,7 +98,7 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
         rotations = rotary_pos_emb.of_nano_batches(micro_batch.nano_rows, micro_batch.chunks)
-        nano_batches = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
+        nano_batches = _split(hidden_states, [rows // micro_batch.chunks for rows in micro_batch.nano_rows])
         outputs = run_layers(
             bound_units(self.layers, rotations, micro_batch.balance),
             nano_batches,
@@ -105,7 +106,7 @@ class DisaggregatedForward(MegatronModule):
             self.pool,
             partial(_checkpoint, self.pool.offload) if recompute else None,
         )
-        hidden_states = torch.cat(outputs)
+        hidden_states = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.last_norm is not None:
             hidden_states = self.last_norm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
@@ -118,6 +119,11 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
     def last_norm(self) -> torch.nn.Module | None:
         norm: torch.nn.Module | None = self.final_layernorm
         return norm
+
+
+def _split(hidden: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Returns the rows of each nano-batch. Backward of ``split`` copies all rows, so a single one is not split."""
+    return (hidden,) if len(rows) == 1 else hidden.split(list(rows))
 
 
 def refuse_other_schedule() -> NoReturn:

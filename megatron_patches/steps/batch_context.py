@@ -147,6 +147,8 @@ def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> 
         nano_rows: number of rows in each nano-batch, multiples of ``chunks``.
         chunks: number of tensor-parallel ranks.
     """
+    if len(nano_rows) == 1:
+        return [x]
     sizes = [rows // chunks for rows in nano_rows] * chunks
     pieces = x.split(sizes)
     return [torch.cat(pieces[nano :: len(nano_rows)]) for nano in range(len(nano_rows))]

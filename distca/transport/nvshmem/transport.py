@@ -58,12 +58,16 @@ class OneSidedTransport:
         fallback: transport for exchanges that do not fit into the receive buffer. With None, they raise TransportError.
 
     Attributes:
+        waits_at_once: whether callers wait for an exchange right after its launch. Then a kernel copies the rows that
+            stay here, while other rows travel. Otherwise copy engines may copy them, after the rows that travel, so
+            that no multiprocessor is taken from what is computed meanwhile.
         fallback_exchanges: number of exchanges by the fallback since :meth:`use_fallback` was last called.
     """
 
     def __init__(self, fabric: Fabric, name: str, fallback: Transport | None = None) -> None:
         self.name, self.rank, self.ranks = name, fabric.rank, fabric.ranks
         self._fabric = fabric
+        self.waits_at_once = False
         self.use_fallback(fallback)
         self._ring = ReceiveRing(len(fabric.receive_buffer), _SETTING)
 
@@ -77,7 +81,7 @@ class OneSidedTransport:
         check_ranks(parts, self.ranks)
         hops = Hops.of(parts)
         if not hops.first:
-            return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
+            return OneSidedHandle(self, (), [], None, self._keep(parts, None))
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
         # ``sizes`` and the ring's bytes in use are equal on all ranks, so all ranks use the fallback or none does.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
@@ -90,12 +94,12 @@ class OneSidedTransport:
         first = Landing(place.number - two, place.reuses, hops.first, begins[:last])
         tokens = [self._put(first)]
         if not two:
-            return OneSidedHandle(self, (first,), tokens, None, self._fabric.keep(parts, tokens[0]))
+            return OneSidedHandle(self, (first,), tokens, None, self._keep(parts, tokens[0]))
         # Rows of the parts ``handed_on`` go to other ranks in the second hop, which runs on a side stream.
         handed_on, others = first.split(len(hops.handed_on))
         second = Landing(place.number, place.reuses, hops.second, begins[last:])
         beside = self._fabric.beside(partial(self._hand_on, handed_on, second, tokens))
-        return OneSidedHandle(self, (others, second), tokens, beside, self._fabric.keep(parts, tokens[0]))
+        return OneSidedHandle(self, (others, second), tokens, beside, self._keep(parts, tokens[0]))
 
     def use_fallback(self, fallback: Transport | None) -> None:
         """Replaces the fallback transport, and sets ``fallback_exchanges`` to 0."""
@@ -108,6 +112,13 @@ class OneSidedTransport:
                 "Exchanges that do not fit into the buffer go by %s, which is slower: %s", self._fallback.name, reason
             )
         self.fallback_exchanges += 1
+
+    def _keep(self, parts: tuple[Part, ...], behind: Any) -> Any:
+        if not self.waits_at_once:
+            return self._fabric.keep(parts, behind)
+        for part in parts:
+            self._fabric.compute(partial(part.moves.copy_kept, part.source, part.destination))
+        return None
 
     def _put(self, landing: Landing) -> Any:
         return self._fabric.put(landing.number, landing.reuses, self._puts(landing))

@@ -41,18 +41,19 @@ def _parts(moves, seed, rank):
     return tuple(parts)
 
 
-def _compare(capacity, seeds, fallback=None):
+def _compare(capacity, seeds, fallback=None, at_once=False):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     fabric = HostFabric(capacity)
     collective = CollectiveTransport(dist.group.WORLD)
     one_sided = OneSidedTransport(fabric, "host", None if fallback is None else _Counted(collective, fallback))
+    one_sided.waits_at_once = at_once
     pending, differing = [], 0
     for number, moves in enumerate(_exchanges(rank, ranks, seeds)):
         expected, parts = (_parts(moves, number, rank) for _ in range(2))
         collective.launch(expected).wait()
         pending.append((one_sided.launch(parts), parts, expected))
-        # Two exchanges are under way at a time, as in the ping-pong order.
-        if len(pending) == 2:
+        # Two exchanges are under way at a time, as in the ping-pong order, or one.
+        if len(pending) == 2 - at_once:
             differing += _finish(*pending.pop(0))
     differing += sum(_finish(*each) for each in pending)
     return differing
@@ -67,6 +68,10 @@ def _finish(handle, parts, expected):
 def test_the_same_rows_as_by_all_to_all(ranks):
     # Room for about four exchanges: the ring goes round many times.
     assert run_ranks(ranks, _compare, 30000, 60) == [0] * ranks
+
+
+def test_the_same_rows_where_each_exchange_is_waited_for_at_once():
+    assert run_ranks(2, _compare, 30000, 60, None, True) == [0] * 2
 
 
 class _Counted:
