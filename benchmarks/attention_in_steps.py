@@ -61,7 +61,7 @@ class Tasks:
 
 def tasks_of(run: Run, batch: Workload) -> dict[str, Tasks]:
     """The tasks of a batch by direction."""
-    if run.mode.method != "distca":
+    if not run.mode.disaggregated:
         each = [pieces_of_micro_batch(run.job, run.mode, micro, batch.bins)[1] for micro in batch.micro_batches]
         both = Tasks(*_joined((one.rank, one.rows, one.stop) for one in each))
         return dict.fromkeys(_WAYS, both)

@@ -87,7 +87,7 @@ class Run:
 
     def predicted(self, rates: Rates) -> list[Any]:
         """A prediction of every batch. Plans do not depend on rates."""
-        if self._plans is None and self.mode.method == "distca":
+        if self._plans is None and self.mode.disaggregated:
             self._plans = [planned(self.job, each) for each in self.batches]
         job = replace(self.job, rates=rates)
         plans: list[StepPlan | None] = list(self._plans) if self._plans else [None] * len(self.batches)
@@ -143,6 +143,7 @@ def run_of(
         hide_experts=recompute != "all",
         tolerance=0.02 if name.removeprefix("throughput_") in _TWO_PERCENT else content.get("tolerance"),
         deal=content.get("deal", False),
+        ping_pong=content.get("ping_pong", True) and not parsed.unsplit,
         fused_rotation="fused" in name or "socket_nodes" in content,
     )
     batches, memory = drawn[: figures.get("batches")], figures.get("memory_gib")
@@ -202,7 +203,7 @@ def job_of(
         rows, collectives = rows * (gpus - per_node) / max(gpus - 1, 1), collectives / per_node
         cluster = Cluster(gpus, per_node, _NCCL_GB_S, rows, network_collective_gb_s=collectives)
     else:
-        one_sided = mode.method == "distca" and not limited
+        one_sided = mode.disaggregated and not limited
         cluster = Cluster(gpus, gpus, NVSHMEM_GB_S if one_sided else rows, nvlink_collective_gb_s=collectives)
     gpu = content.get("hardware", "1 × NVIDIA H200").split(" × ")[1]
     costs = costs_of(gpu, model, tp, settings.get("fp8", "none"), table_of)

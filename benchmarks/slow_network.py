@@ -143,7 +143,7 @@ def run(megabits: int, folder: Path, others: list[str]) -> dict[str, Any]:
 
 def rate_of(content: dict[str, Any], mode: str) -> float:
     """GB/s that a report's links gave what a mode sends."""
-    return float(content["links"]["all_to_all_gb_per_s" if mode == "distca" else "all_gather_gb_per_s"])
+    return float(content["links"]["all_to_all_gb_per_s" if parse_mode(mode).disaggregated else "all_gather_gb_per_s"])
 
 
 def figures(megabits: int, found: dict[str, Any]) -> dict[str, Any]:

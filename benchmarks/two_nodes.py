@@ -54,7 +54,8 @@ import json, sys
 from distca.plan import analytic_cost, plan_micro_batch, training_tolerance
 given = json.load(sys.stdin)
 ranks = given["ranks"]
-cost, how = analytic_cost(*given["heads"]), {"nano_batches": 2, "tolerance": training_tolerance(ranks)}
+cost, how = analytic_cost(*given["heads"]), {"tolerance": training_tolerance(ranks)}
+how["nano_batches"] = given["nano_batches"]
 print(sum(plan_micro_batch(each, ranks, cost, **how).bytes_moved.total for each in given["lengths"]))
 """
 
@@ -162,7 +163,7 @@ def compared(content: dict[str, Any], beside: str | None, table_of: str = "") ->
             "gib_per_step": measured.get("bytes_per_step", math.nan) / 2**30,
             "gib_per_step_predicted": predicted["gib_per_step"],
         }
-        if beside and run.mode.method == "distca":
+        if beside and run.mode.disaggregated:
             row["gib_per_step_beside"] = _moved_beside(run, beside)
         found.setdefault(run.workload, {})[run.mode.name] = row
     return found
@@ -174,6 +175,7 @@ def _moved_beside(run: Run, root: str) -> float:
     given = {
         "ranks": run.job.data_parallel,
         "heads": [shape.heads, shape.kv_heads, shape.head_dim],
+        "nano_batches": run.job.nano_batches,
         "lengths": lengths,
     }
     ran = subprocess.run(

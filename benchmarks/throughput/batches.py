@@ -86,5 +86,5 @@ def check_fits(mode: Mode, batches: Batches, ranks: int, room: int, work: Work) 
     for batch in batches.global_batches:
         for micro_batch in batch:
             assert micro_batch.rank_of is not None
-            if mode.method != "distca":
+            if not mode.disaggregated:
                 groups_of(mode, micro_batch.lengths, micro_batch.rank_of, batches.bins, ranks, room, work)

@@ -28,6 +28,7 @@ def config_described(config: RunConfig, world_size: int) -> dict[str, Any]:
     return {
         "deal": True,  # older reports have runs without
         "tolerance": cad.tolerance,
+        "ping_pong": cad.ping_pong,
         "model": asdict(config.model),
         "parallel": {
             "tp": parallel.tp,

@@ -31,8 +31,8 @@ def steps_ahead(
     if mode.method == "packed-dealt":
         room = trainer.config.data.tokens_per_rank
         deal = partial(dealt_anew, ranks=trainer.cad.options.ranks, room=room, work=work)
-    documents = _documents(batches, first, mode.method != "distca", deal)
-    if mode.method == "distca":
+    documents = _documents(batches, first, not mode.disaggregated, deal)
+    if mode.disaggregated:
         return trainer.cad.plan_ahead(documents)
     made = map(_Baseline(mode, trainer, batches, groups, work).make, documents)
     return iter(StepsAhead(made, planning_thread(trainer.world.device)))

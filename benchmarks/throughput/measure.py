@@ -37,10 +37,12 @@ def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunCo
     """The training configuration that a mode runs with."""
     config = settings.config
     data = replace(config.data, source="mix", path=cell.mix, context_length=cell.context)
-    cad = replace(config.cad, enabled=mode.method == "distca")
+    cad = replace(config.cad, enabled=mode.disaggregated)
+    if mode.unsplit:
+        cad = replace(cad, ping_pong=False)
     train = config.train if cad.enabled else replace(config.train, offload="none")
     # Baselines need no symmetric memory, and limits on links are NCCL's.
-    if world.device.type == "cuda" and (mode.method != "distca" or settings.slow_links):
+    if world.device.type == "cuda" and (not mode.disaggregated or settings.slow_links):
         cad = replace(cad, transport="nccl")
     return replace(config, data=data, cad=cad, train=train)
 

@@ -181,8 +181,9 @@ def compare(modes: dict[str, Figures]) -> dict[str, Any]:
     ours = rates["distca"]
     # Variable-length packing buys its speed with memory, and no sampler deals a step's documents as packed-dealt has
     # them: both are compared with by themselves.
-    others = {name: rate for name, rate in rates.items() if name not in ("distca", "packed-dealt", "variable")}
-    others = {name: rate for name, rate in others.items() if not parse_mode(name).peer}
+    others = {name: rate for name, rate in rates.items() if name not in ("packed-dealt", "variable")}
+    parsed = {name: parse_mode(name) for name in others}
+    others = {name: others[name] for name, mode in parsed.items() if not (mode.peer or mode.disaggregated)}
     if others:
         best = max(others, key=lambda name: others[name])
         result |= {"ideal_baseline": best, "over_ideal_baseline": ours / others[best]}

@@ -108,7 +108,7 @@ class Session:
         runs = [(cell, mode) for cell in self._settings.cells for mode in self._settings.modes]
         if self._world.device.type != "cuda" or self._settings.slow_links:
             return runs
-        return sorted(runs, key=lambda run: run[1].method == "distca")
+        return sorted(runs, key=lambda run: run[1].disaggregated)
 
     def _batches(self, cell: Cell) -> Batches:
         """The same at every call."""

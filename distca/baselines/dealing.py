@@ -123,7 +123,7 @@ def check_holds(mode: Mode, bins: int, ranks: int, room: int) -> None:
     Raises:
         BaselineError: in a sentence.
     """
-    if mode.method in ("distca", "variable") or ranks // mode.degree <= bins:
+    if mode.disaggregated or mode.method == "variable" or ranks // mode.degree <= bins:
         return
     needs = f"this context needs {count(ranks // bins, 'rank')}"
     if mode.degree == 1:

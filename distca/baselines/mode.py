@@ -12,6 +12,7 @@ from distca.plan import AttentionKind
 
 Method = Literal[
     "distca",
+    "distca-unsplit",
     "packed",
     "packed-dealt",
     "variable",
@@ -39,6 +40,8 @@ class Mode:
 
     Methods:
         distca: core attention disaggregation.
+        distca-unsplit: the same with ``cad.ping_pong`` false: micro-batches are not cut into nano-batches, and ranks
+            wait for transfers.
         packed: whole documents, equal tokens per rank, plain data parallelism.
         packed-dealt: the same, documents dealt over a step's micro-batches and ranks anew for equal work of ranks.
         variable: whole documents, unequal tokens per rank so that every rank has the same work.
@@ -68,6 +71,16 @@ class Mode:
             return self.method
         head, dash, tail = self.method.rpartition("-")
         return f"{head}{self.degree}-{tail}" if dash else f"{tail}{self.degree}"
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether it is DistCA, with or without ping-pong."""
+        return self.method in ("distca", "distca-unsplit")
+
+    @property
+    def unsplit(self) -> bool:
+        """Whether it is DistCA without ping-pong, whatever is set."""
+        return self.method == "distca-unsplit"
 
     @property
     def peer(self) -> bool:
@@ -133,9 +146,9 @@ def parse_mode(name: str) -> Mode:
     method = f"{match[1]}{match[3] or ''}" if match else name
     if match is None or method not in get_args(Method) or bool(match[2]) != (method in _GROUPED):
         raise BaselineError(
-            f"There is no mode {name!r}; choose among distca, packed, packed-dealt, variable, megatron-te, and with a "
-            "number of ranks of 2 or more cp, cp-keep, cp-halo, ring, ulysses, megatron-te-p2p and megatron-te-a2a, "
-            "such as cp4, cp4-keep, ring4, ulysses4, megatron-te4-p2p."
+            f"There is no mode {name!r}; choose among distca, distca-unsplit, packed, packed-dealt, variable, "
+            "megatron-te, and with a number of ranks of 2 or more cp, cp-keep, cp-halo, ring, ulysses, megatron-te-p2p "
+            "and megatron-te-a2a, such as cp4, cp4-keep, ring4, ulysses4, megatron-te4-p2p."
         )
     degree = int(match[2] or 1)
     if method in _GROUPED and degree < 2:
@@ -148,8 +161,8 @@ def parse_mode(name: str) -> Mode:
 
 def every_mode(ranks: int, windows: bool = False) -> list[Mode]:
     """Every mode of this project with groups that divide ``ranks`` data-parallel ranks: DistCA first, and last what
-    needs the most memory; "cp-halo" only with ``windows``, as it is "cp-keep" without. Some may not pass
-    :meth:`Mode.check`.
+    needs the most memory. "cp-halo" is among them only with ``windows``, as it is "cp-keep" without. "packed-dealt" and
+    "distca-unsplit" run where they are named. Some may not pass :meth:`Mode.check`.
     """
     grouped: list[Method] = [each for each in get_args(Method) if each in _GROUPED and each not in PEERS]
     if not windows:

@@ -62,11 +62,12 @@ def simulate(
         gpus: of the cluster; several as [64,128,256].
         model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b,
             moonlight-16b-a3b, deepseek-v3, qwen3.5-9b, qwen3.5-27b, or a configuration file with a model (YAML).
-        modes: comma-separated: distca, packed, packed-dealt, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N
-            ranks. With -hidden behind it, what a mode sends travels beside computation. best-cp and best-cp-hidden take
-            the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden) layers with a window gather nothing and get
-            the rows that they see. megatron-te, megatron-teN-p2p and megatron-teN-a2a are unmodified Megatron-Core's,
-            with the same kernels. With stages all but distca run 1F1B.
+        modes: comma-separated: distca, distca-unsplit (cad.ping_pong false), packed, packed-dealt, variable, cpN,
+            cpN-keep, ringN, ulyssesN for groups of N ranks. With -hidden behind it, what a mode sends travels beside
+            computation. best-cp and best-cp-hidden take the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden)
+            layers with a window gather nothing and get the rows that they see. megatron-te, megatron-teN-p2p and
+            megatron-teN-a2a are unmodified Megatron-Core's, with the same kernels. With stages all but DistCA's run
+            1F1B.
         context: longest document; longer ones of a mix are cut, of a long-context mix stretched to it; several as
             [131072,524288].
         tp: tensor-parallel ranks.
@@ -117,9 +118,14 @@ def simulate(
         raise OptionError(
             f"--picture shows DistCA's speed over that of others; name distca and another in --modes, not {modes}."
         )
-    owned = (("tolerance", tolerance is not None), ("backward", backward != "keep"), ("hide_experts", hide_experts))
-    for option, given in owned:
-        if given and "distca" not in names:
+    disaggregated = any(parse(name)[0].disaggregated for name in names)
+    owned = (
+        ("tolerance", tolerance is not None, disaggregated),
+        ("backward", backward != "keep", disaggregated),
+        ("hide_experts", hide_experts, "distca" in names),
+    )
+    for option, given, takes in owned:
+        if given and not takes:
             raise OptionError(f"--{option} is DistCA's, but --modes is {modes}; add distca there, or leave it out.")
     shape = read_model(model)
     clusters = [

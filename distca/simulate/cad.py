@@ -3,7 +3,7 @@
 A document's *home* ranks hold its rows and compute its linear layers. *Servers* compute tasks of core attention; every
 rank is one. The step's plan says which server computes which rows in each phase, and the order of phases. A phase is
 the forward, or the backward, of one micro-batch on each pipeline stage. In a phase two nano-batches, ping and pong,
-alternate in the order of ``distca.runtime.ping_pong``; a test compares the two orders.
+alternate in the order of ``distca.runtime.ping_pong``; a test compares the two orders. Without ping-pong there is one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         ranks=job.data_parallel,
         cost=job.costs[0],
         stages=job.pp,
-        nano_batches=2,
+        nano_batches=job.nano_batches,
         align=rows_multiple(job.fp8, job.tp),
         resend=job.resend,
         tolerance=job.tolerance,

@@ -55,6 +55,7 @@ class Job:
         micro_batches: number of micro-batches of a step.
         recompute: the part that backward recomputes.
         keep_outputs: whether outputs of norms and SwiGLU are kept for backward; only without recomputation and FP8.
+        ping_pong: whether DistCA cuts a micro-batch into two nano-batches. False makes it wait for every transfer.
         backward: "keep" if servers keep rows for DistCA's backward, "resend" if homes send them again. Pipelines always
             resend.
         fp8: how linear layers scale tensors to FP8, or "none" for bfloat16. The output layer stays in bfloat16.
@@ -93,6 +94,7 @@ class Job:
     micro_batches: int = 1
     recompute: Recompute = "none"
     keep_outputs: bool = False
+    ping_pong: bool = True
     backward: Backward = "keep"
     fp8: Fp8 = "none"
     gradients: Narrow = "float32"
@@ -219,6 +221,11 @@ class Job:
     def resend(self) -> bool:
         """Whether homes send rows again for DistCA's backward."""
         return self.pp > 1 or self.backward == "resend"
+
+    @property
+    def nano_batches(self) -> int:
+        """The number of nano-batches of a micro-batch with DistCA."""
+        return 2 if self.ping_pong else 1
 
     @property
     def output(self) -> LinearRate:
@@ -364,7 +371,7 @@ class Job:
     def non_attention(self) -> NonAttention | None:
         """The seconds beside core attention that plans level together with attention; None where plans level attention
         alone."""
-        if not self.level_time or (self.pp == 1 and not self.unlike):
+        if not (self.level_time and self.ping_pong) or (self.pp == 1 and not self.unlike):
             return None
         return replace(self._seconds.non_attention(), factors=self.home_factors)
 

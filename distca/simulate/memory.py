@@ -163,10 +163,11 @@ def with_servers(
         attention = attention + np.where(home, rows * widest.lse if job.model.sinks else 0, q_rows * shape.o_bytes)
     kept = rows * sum(layer.kept_beside_attention() for layer in layers) + _attending(job) * attention
     # A layer computes one nano-batch at a time, the loss a whole micro-batch.
-    working = np.maximum(_layer_at_work(widest, rows / 2, rows), _loss_at_work(job, widest, rows, last))
+    at_once = rows / job.nano_batches
+    working = np.maximum(_layer_at_work(widest, at_once, rows), _loss_at_work(job, widest, rows, last))
     if states is not None:
         kept = kept + job.recurrent.count(True) * states.kept
-        core = max(layer.core_at_work() for layer in layers) * rows / 2
+        core = max(layer.core_at_work() for layer in layers) * at_once
         working = np.maximum(working, core + widest.around_work(1) * rows) + states.at_work
     held = np.where(home, static_bytes(job), 0)
     return np.asarray(held + in_flight * kept + np.where(home, np.maximum(working, received), received))

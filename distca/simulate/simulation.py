@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,7 +55,8 @@ def simulate(
         PlanError: as in :func:`distca.plan.plan_step`.
         SimulationError: the mode is a baseline, and servers are not alike.
     """
-    if mode.method == "distca":
+    if mode.disaggregated:
+        job = replace(job, ping_pong=job.ping_pong and not mode.unsplit)
         return _with_servers(job, mode, workload, plan or planned(job, workload), watched)
     if job.unlike:
         raise SimulationError(

@@ -183,9 +183,11 @@ def test_modes_by_name():
     for mode in every_mode(4):
         assert parse_mode(mode.name) == mode
     grouped = ["cp2", "cp2-keep", "ring2", "ulysses2"]
-    assert parse_mode("packed-dealt").name == "packed-dealt"
+    for name in ("packed-dealt", "distca-unsplit"):
+        assert parse_mode(name).name == name
+    assert [parse_mode(name).disaggregated for name in ("distca", "distca-unsplit", "packed")] == [True, True, False]
     assert [mode.name for mode in every_mode(2)] == ["distca", "packed", *grouped, "variable"]
-    for name in ("cp", "cp1", "distca2", "tree4", "cp4-lose", "cp4-dealt", "packed2-dealt", ""):
+    for name in ("cp", "cp1", "distca2", "distca2-unsplit", "tree4", "cp4-lose", "cp4-dealt", "packed2-dealt", ""):
         with pytest.raises(BaselineError):
             parse_mode(name)
     with pytest.raises(BaselineError, match="key/value heads"):

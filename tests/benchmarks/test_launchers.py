@@ -93,6 +93,7 @@ def test_all_modes_of_both_mixes_on_four_cpu_ranks():
     [
         ({"MODE": "distca cp ring2 cp-keep", "CP_SIZE": "2"}, "--modes", ["distca", "cp2", "ring2", "cp2-keep"]),
         ({"MODE": "ulysses packed-dealt", "TP_SIZE": "2"}, "--modes", ["ulysses2", "packed-dealt"]),
+        ({"MODE": "distca distca-unsplit"}, "--modes", ["distca", "distca-unsplit"]),
         ({"CP_SIZE": "2"}, "--degree", ["2"]),
         ({"MIX": "prolong"}, "--mixes", ["prolong"]),
         ({"CONTEXT_LENGTH": "256 512"}, "--contexts", ["256", "512"]),

@@ -78,13 +78,13 @@ def test_nvshmem_memory_never_stands_beside_a_baseline(device, links, last):
     from benchmarks.throughput.settings import Cell
 
     cells = (Cell("pretrain", 128), Cell("prolong", 128))
-    modes = tuple(parse_mode(name) for name in ("distca", "packed", "cp2"))
+    modes = tuple(parse_mode(name) for name in ("distca", "packed", "distca-unsplit", "cp2"))
     session = object.__new__(Session)  # its order needs no ranks
     session._settings = SimpleNamespace(cells=cells, modes=modes, slow_links=links is not None)
     session._world = SimpleNamespace(device=torch.device(device))
     order = [(cell.mix, mode.name) for cell, mode in session._order()]
     plain = [(cell.mix, mode.name) for cell in cells for mode in modes]
-    ours = [run for run in plain if run[1] == "distca"]
+    ours = [run for run in plain if run[1].startswith("distca")]
     assert order == ([run for run in plain if run not in ours] + ours if last else plain)
 
 
@@ -95,6 +95,7 @@ def test_losses_or_gradients_apart_are_found():
         return {"losses": [2.0, loss], "gradient_norms": [1.0, norm], "tokens_per_s": rate, "steps_s": [1.0, 1.0]}
 
     modes = {"distca": mode(2.0, 1.0, 3.0), "packed": mode(2.001, 1.005, 2.0), "cp2": mode(2.0, 1.0, 2.5)}
+    modes["distca-unsplit"] = mode(2.0, 1.0, 4.0)
     compared = compare(modes | {"variable": mode(2.0, 1.0, 5.0)})
     assert compared["apart"] == []
     assert (compared["ideal_baseline"], compared["over_ideal_baseline"]) == ("cp2", 1.2)
@@ -235,6 +236,18 @@ def test_wrong_settings_are_sentences(tmp_path):
             parse(command, 6)
 
 
+def test_distca_without_ping_pong_is_a_mode(tmp_path):
+    from benchmarks.throughput.measure import config_of
+    from benchmarks.throughput.settings import parse
+    from distca.cluster.world import World
+
+    command = ["--output", str(tmp_path), "--contexts", "128", "--modes", "distca", "distca-unsplit", "packed"]
+    settings = parse([*command, "--", *MODEL, "--data.context_length", "128"], 2)
+    world = World(0, 2, torch.device("cpu"))
+    found = [config_of(mode, settings, settings.cells[0], world).cad for mode in settings.modes]
+    assert [(cad.enabled, cad.ping_pong) for cad in found] == [(True, True), (True, False), (False, True)]
+
+
 def test_all_modes_of_one_degree(tmp_path):
     from benchmarks.throughput.settings import parse
 
@@ -330,7 +343,7 @@ def test_recurrent_layers_leave_out_modes_that_are_not_built_for_them(tmp_path):
 def test_layers_with_windows_and_sinks_train_alike(tmp_path):
     settings = ["--model.layers", "2", "--model.layer_types", "[window, full]", "--model.window", "9"]
     settings += ["--model.sinks", "true"]
-    modes = ("distca", "cp2-keep", "cp2-halo")
+    modes = ("distca", "distca-unsplit", "cp2-keep", "cp2-halo")
     arguments = ("--mixes", "prolong", "--contexts", "128", "--batches", "2", "--warm-up", "1")
     result = run(tmp_path, "--modes", *modes, *arguments, settings=settings)
     assert result.returncode == 0, result.stderr

@@ -35,7 +35,7 @@ def test_bytes_of_a_checkout_are_those_of_its_planner(capsys: pytest.CaptureFixt
     import sys
     from unittest import mock
 
-    given = {"ranks": 2, "heads": [2, 2, 8], "lengths": [[1000], [500, 500]]}
+    given = {"ranks": 2, "nano_batches": 2, "heads": [2, 2, 8], "lengths": [[1000], [500, 500]]}
     with mock.patch.object(sys, "stdin", io.StringIO(json.dumps(given))):
         exec(_MOVED, {})
     # One document over two ranks has to move something, two of one rank each nothing.

@@ -62,6 +62,7 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--tp", "3"), "--tp is 3"),
         (("--modes", "packed", "--tolerance", "0.1"), "--tolerance is DistCA's, but --modes is packed; add distca"),
         (("--modes", "cp8", "--backward", "resend"), "--backward is DistCA's, but --modes is cp8; add distca"),
+        (("--modes", "distca-unsplit", "--hide_experts", "true"), "--hide_experts is DistCA's"),
         (("--gpus", "0"), "--gpus is 0"),
         (("--gpus", "[]"), "--gpus is []; give one number"),
         (("--gpus", "2.5"), "--gpus must be a whole number or a list of whole numbers, not 2.5."),

@@ -81,12 +81,12 @@ class Run:
     value_dim: int = 0
 
 
-def _simulated_order(backward, **layers):
+def _simulated_order(backward, nano_batches=2, **layers):
     model = dense(LAYERS, WIDTH, WIDTH, heads=4, kv_heads=2, head_dim=6, vocabulary=8, **layers)
     job = Job(model, Cluster(2), analytic_cost(4, 2, 6), tokens_per_rank=46)
     workload = Workload((MicroBatch(np.arange(5), np.array([13, 7, 40, 29, 3]), None),), 1)
     how = {"kinds": job.kinds, "costs": job.costs, "layer_kinds": job.layer_kinds}
-    options = PlanOptions(2, job.costs[0], nano_batches=2, resend=backward == "resend", **how)
+    options = PlanOptions(2, job.costs[0], nano_batches=nano_batches, resend=backward == "resend", **how)
     streams = Streams(job.fabric)
     Cad(job, plan_step([each.lengths for each in workload.micro_batches], options), streams).run()
     return [entry for entry in streams.order if entry.startswith(ROW_MOVES)]
@@ -271,10 +271,14 @@ KINDS_IN_ORDER = {
 }
 
 
+WHOLE_IN_ORDER = {backward: Run(2, ORDERED, 1, backward, record=True) for backward in BACKWARDS}
+
+
 @cache
 def _results(ranks):
     """All runs of so many ranks, in one start of them."""
-    runs = {run for run in (*RUNS.values(), *IN_ORDER.values(), *KINDS_IN_ORDER.values()) if run.ranks == ranks}
+    ordered = (*IN_ORDER.values(), *KINDS_IN_ORDER.values(), *WHOLE_IN_ORDER.values())
+    runs = {run for run in (*RUNS.values(), *ordered) if run.ranks == ranks}
     return run_cases(ranks, _run_rank, {run: (run,) for run in runs})
 
 
@@ -290,6 +294,14 @@ def test_kinds_are_run_in_the_order_in_which_they_are_simulated(backward):
     expected = _simulated_order(backward, layer_types=["window", "full", "window"], window=WINDOW.window)
     assert len(expected) == len(set(expected)) == LAYERS * 2 * 2 * 5  # halves, directions; two launches, joins, a serve
     for result in _results(2)[KINDS_IN_ORDER[backward]]:
+        assert [entry for entry in result["order"] if entry.startswith(ROW_MOVES)] == expected
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_a_single_nano_batch_is_run_in_the_order_in_which_it_is_simulated(backward):
+    expected = _simulated_order(backward, 1)
+    assert len(expected) == len(set(expected)) == LAYERS * 2 * 5  # directions; two launches, joins, a serve
+    for result in _results(2)[WHOLE_IN_ORDER[backward]]:
         assert [entry for entry in result["order"] if entry.startswith(ROW_MOVES)] == expected
 
 

@@ -73,6 +73,7 @@ CASES = {
     "pieces of one row": Case(cut_anywhere([range(1, 9), range(1, 4), [1]], RANKS, 2)),
     **{f"cut anywhere {seed}": Case(cut_anywhere(random_cuts(seed), RANKS, seed)) for seed in (3, 5, 8)},
     "planned, with attention": Case(_planned([13, 7, 1, 29, 3]), attention=True),
+    "one half, with attention": Case(_planned([13, 7, 1, 29, 3], nano_batches=1), attention=True),
     "one document over all ranks": Case(_planned([61]), attention=True, recompute=True),
     "length 1 only": Case(_planned([1, 1, 1, 1, 1])),
     "one token": Case(_planned([1])),
@@ -300,15 +301,18 @@ def test_transfers_hide_behind_the_other_half(results: list[dict[str, dict[str, 
         assert hidden("dstates", 2, "pong", "backward", "post+pre 3 ping")
 
 
-def test_layers_run_in_the_order_in_which_they_are_simulated(results: list[dict[str, dict[str, Any]]]) -> None:
+@pytest.mark.parametrize(("name", "halves"), [("planned, with attention", 2), ("one half, with attention", 1)])
+def test_layers_run_in_the_order_in_which_they_are_simulated(
+    results: list[dict[str, dict[str, Any]]], name: str, halves: int
+) -> None:
     hybrid = Hybrid(pattern="G*GG", key_heads=1, value_heads=2, key_dim=4, value_dim=4)
     job = Job(dense(4, 8, 8, 2, 1, 4, 8, hybrid=hybrid), Cluster(RANKS), analytic_cost(2, 1, 4), tokens_per_rank=46)
-    options = PlanOptions(RANKS, job.cost, nano_batches=2)
+    options = PlanOptions(RANKS, job.cost, nano_batches=halves)
     streams = Streams(job.fabric)
-    Cad(job, plan_step([CASES["planned, with attention"].lengths], options), streams).run()
+    Cad(job, plan_step([CASES[name].lengths], options), streams).run()
     moves = ("launch", "join", "serve", "summarise", "finish")
     expected = [entry for entry in streams.order if entry.startswith(moves)]
-    assert len(expected) == len(set(expected)) == 2 * 2 * (5 + 3 * 6)  # halves, directions
+    assert len(expected) == len(set(expected)) == halves * 2 * (5 + 3 * 6)  # directions
     for result in results:
-        order = result["planned, with attention"]["order"]
+        order = result[name]["order"]
         assert [entry for entry in order if entry.startswith(moves)] == expected

@@ -234,3 +234,45 @@ def test_tensor_parallel_ranks_gather_at_the_rate_of_collectives(recompute: str,
 
     row = 16 * VALUE / 2  # bytes that one of two ranks gets of a row
     assert step(1e-3) - step(2e-3) == pytest.approx(2 * gathers * 1000 * row * (1 / 1e6 - 1 / 2e6))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_without_ping_pong_a_micro_batch_is_not_split(pp: int):
+    job = small_job(4, pp=pp, tokens_per_rank=2000)
+    workload = Workload.draw(RANDOM, 700, 4 // pp, 2000, 2, seed=1)
+    split, unsplit = (simulate(job, parse_mode(name), workload) for name in ("distca", "distca-unsplit"))
+    plan = planned(replace(job, ping_pong=False), workload)
+    assert {len(each) for each in plan.layouts} == {1} and plan.options.non_attention is None
+    assert simulate(replace(job, ping_pong=False), parse_mode("distca"), workload).step_s == unsplit.step_s
+    assert unsplit.attention_s.sum() == pytest.approx(split.attention_s.sum())
+    assert unsplit.memory_bytes.max() > split.memory_bytes.max(), "a whole micro-batch is at work"
+
+
+def test_one_nano_batch_by_hand():
+    """Every transfer is waited for, and begins when both ends are there."""
+    job = small_job(cluster=Cluster(2, 1, network_gb_s=1e-3, network_latency_us=0), layers=1, ping_pong=False)
+    workload, shape = documents([(400, 0)], bins=1), job.shape
+    plan = planned(job, workload)
+    ((each,),) = (phase.plans for phase in plan.forward)
+    moved, clock = traffic(each), np.zeros(2)
+
+    def bytes_of(rows, size, back=False):
+        found = np.zeros((2, 2))  # [from, to]
+        np.add.at(found, (rows.server, rows.home) if back else (rows.home, rows.server), rows.rows * size)
+        return found
+
+    def exchange(sent):
+        incoming = sent.sum(axis=0)
+        return np.where(incoming > 0, clock.max() + incoming / 1e6, clock)
+
+    weights = job.model.layer_weights * 200 * 1e-9
+    for way, there, back in (
+        ("forward", (shape.q_bytes, shape.kv_bytes), (shape.o_bytes, 0)),
+        ("backward", (shape.o_bytes, 0), (shape.q_bytes, shape.kv_bytes)),
+    ):
+        clock = exchange(sum(bytes_of(*rows) for rows in zip((moved.q, moved.kv), there, strict=True)))
+        clock = clock + server_seconds(each, job.cost, way)
+        clock = exchange(sum(bytes_of(*rows, back=True) for rows in zip((moved.q, moved.kv), back, strict=True)))
+    found = simulate(job, parse_mode("distca"), workload, plan=plan)
+    # Homes have equally many rows, so that linear layers put off both alike.
+    assert moved.q.total and found.step_s - found.reduction_s == pytest.approx(clock.max() + 3 * weights)

@@ -38,7 +38,7 @@ _PORT = Values(
 _SWITCH = Values("0|1", "0 or 1")
 _TEXT = Values(".*", "text")
 _MODE = (
-    "(distca|packed|packed-dealt|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-(keep|halo)"
+    "(distca|distca-unsplit|packed|packed-dealt|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-(keep|halo)"
     "|megatron-te|megatron-te[0-9]*-(p2p|a2a))"
 )
 
@@ -342,8 +342,8 @@ VARIABLES: tuple[Variable, ...] = (
         name="MODE",
         values=Values(
             f"all|{_MODE}( {_MODE})*",
-            "all, or some of distca, packed, packed-dealt, variable, cp, cp-keep, cp-halo, ring, ulysses, megatron-te, "
-            "megatron-te-p2p, megatron-te-a2a",
+            "all, or some of distca, distca-unsplit, packed, packed-dealt, variable, cp, cp-keep, cp-halo, ring, "
+            "ulysses, megatron-te, megatron-te-p2p, megatron-te-a2a",
         ),
         default="all; with stages distca and packed",
         meaning="ways to train that are compared",
