@@ -5,19 +5,23 @@ have changed have not.
     OMP_NUM_THREADS=1 python -m benchmarks.planner_same --keep     # plans were meant to change: keep the new ones
 
 Steps are those of ``planner_invariants``: pools of up to 64 servers, with and without stages, one and two nano-batches.
-Fingerprints are kept in results/planner_same.json, one for every ten steps. They are those of one machine and version
-of numpy: another may round a sum otherwise, so compare two versions of the planner on the same machine.
+For every ten steps results/planner_same.json keeps a fingerprint, and how level the plans are and how many bytes they
+move. Plans do not depend on the kind of CPU. Another version of numpy may draw other steps or round a sum otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.planner_invariants import MOST_RANKS, drawn, plan_of
 from distca.json_file import read_object
+from distca.plan import StepPlan
 from distca.versions import versions, write_report
 
 RESULTS = Path(__file__).parent / "results" / "planner_same.json"
@@ -27,17 +31,43 @@ _MOST_DOCUMENTS = 4000
 """Documents of a step at most: one of more takes seconds to plan."""
 
 
-def fingerprints(first: int, steps: int) -> dict[str, int]:
-    """Fingerprints of every ten steps from number ``first`` on, by the number of the first of them."""
-    found = {}
-    for chunk in range(first, first + steps, _TOGETHER):
-        value = 0
-        for number in range(chunk, chunk + _TOGETHER):
-            step = drawn(number)
-            if step.options.pool_ranks <= MOST_RANKS and sum(len(each) for each in step.lengths) <= _MOST_DOCUMENTS:
-                value = zlib.crc32(plan_of(step).fingerprint.to_bytes(4, "little"), value)
-        found[str(chunk)] = value
-    return found
+def plans_of(first: int) -> list[StepPlan]:
+    """The plans of ten steps from number ``first`` on, without those that are too large."""
+    steps = map(drawn, range(first, first + _TOGETHER))
+    return [
+        plan_of(step)
+        for step in steps
+        if step.options.pool_ranks <= MOST_RANKS and sum(len(each) for each in step.lengths) <= _MOST_DOCUMENTS
+    ]
+
+
+def fingerprint_of(plans: Iterable[StepPlan]) -> int:
+    """One fingerprint of several plans."""
+    value = 0
+    for plan in plans:
+        value = zlib.crc32(plan.fingerprint.to_bytes(4, "little"), value)
+    return value
+
+
+def figures_of(plans: list[StepPlan]) -> dict[str, Any]:
+    """The fingerprint of several plans, how level they are and the GiB that travel for one layer.
+
+    How level a plan is, is its slowest servers' seconds of attention over those of mean servers, of all phases."""
+    balances = [plan.balance() for plan in plans]
+    slowest = [each.seconds_after.max(axis=1).sum() / each.seconds_after.mean(axis=1).sum() for each in balances]
+    return {
+        "fingerprint": fingerprint_of(plans),
+        "plans": len(plans),
+        "slowest_over_mean": float(statistics.fmean(slowest)),
+        "gib": sum(each.bytes_moved for each in balances) / 2**30,
+    }
+
+
+def together(found: list[dict[str, Any]]) -> dict[str, float]:
+    """The figures of all plans."""
+    plans = sum(each["plans"] for each in found)
+    slowest = sum(each["plans"] * each["slowest_over_mean"] for each in found) / plans
+    return {"plans": plans, "slowest_over_mean": slowest, "gib": sum(each["gib"] for each in found)}
 
 
 def main() -> int:
@@ -46,14 +76,17 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="write what is found")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    found = fingerprints(0, given.steps)
+    found = {str(first): figures_of(plans_of(first)) for first in range(0, given.steps, _TOGETHER)}
     if given.keep:
         report = {"command": "OMP_NUM_THREADS=1 python -m benchmarks.planner_same --keep", "versions": versions()}
-        write_report(given.out, report | {"steps": given.steps, "fingerprints": found})
+        total = together(list(found.values()))
+        write_report(given.out, report | {"steps": given.steps, "together": total, "by_ten_steps": found})
         return 0
-    kept = read_object(given.out)["fingerprints"]
-    other = [first for first, value in found.items() if kept[first] != value]
+    kept = read_object(given.out)["by_ten_steps"]
+    other = [first for first, each in found.items() if kept[first]["fingerprint"] != each["fingerprint"]]
     sys.stdout.write(f"{len(found) - len(other)} of {len(found)} as kept; steps from {other or 'none'} differ\n")
+    for name, each in {"kept": kept, "now": found}.items() if other else ():
+        sys.stdout.write(f"{name}: {together([each[first] for first in other])}\n")
     return 1 if other else 0
 
 

@@ -64,15 +64,14 @@ class AnalyticCost(CostModel):
         return self.per_direction("backward", q_rows, kv_rows)[0]
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        terms, q = self._terms[direction], np.asarray(q_rows, np.float64)
+        q = np.asarray(q_rows, np.float64)
         # A task without queries takes 0 seconds.
         kv = kv_rows * (q > 0)
-        if self.window:
-            seen = self.window + self.block - 1
-            features = np.array((pairs(q, kv, seen), q, keys_seen(q, kv, seen)))
-            return terms.dot(features.reshape(3, -1)).reshape(len(terms), *q.shape)
-        features = np.array((causal_pairs(q, kv), q, kv))
-        return terms.dot(features.reshape(3, -1)).reshape(len(terms), *q.shape)
+        seen = self.window + self.block - 1
+        pair, keys = (pairs(q, kv, seen), keys_seen(q, kv, seen)) if self.window else (causal_pairs(q, kv), kv)
+        # A matrix product would round as the CPU's kind has it, and ranks on other CPUs would make other plans.
+        a, b, c = self._terms[direction].T.reshape(3, -1, *(1,) * q.ndim)
+        return np.asarray(a * pair + b * q + c * keys)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
         if self.window:

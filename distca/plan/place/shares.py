@@ -142,7 +142,8 @@ def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) ->
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        return np.asarray((1 / unit) @ cost.per_direction("both", stop - start, stop))
+        forward, backward = cost.per_direction("both", stop - start, stop)
+        return np.asarray(forward / unit[0] + backward / unit[1])
 
     return work
 

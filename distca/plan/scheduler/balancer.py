@@ -307,13 +307,13 @@ class Balancer:
 
         def price(low: np.ndarray, ends: np.ndarray, chosen: list[int]) -> np.ndarray:
             # Receiver i computes the rows from ends[i − 1] (the first from ``low``) to ends[i]. Each row has the
-            # price each[i]. The sum of these prices over i is ends @ rises − low · each[0].
+            # price each[i]. The sum of these prices over i is Σ ends · rises − low · each[0].
             to = ranks.take(chosen)
             each = q_price.take(to)
             rises = each.copy()
             rises[:-1] -= each[1:]
             of_keys = self.kv_bytes * state.kv_rows(document, to, ends, network)
-            return np.asarray(ends @ rises - low * each[0] + of_keys)
+            return np.asarray((ends * rises).sum(axis=-1) - low * each[0] + of_keys)
 
         return Receivers(ranks, room.take(ranks, axis=1), distant.take(ranks), price)
 

@@ -107,7 +107,7 @@ class HeldRows:
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
         near = self._node.take(home) == self._node.take(ranks)[:, None]
         saves = (home == ranks[:, None]) + (between_nodes - 1) * near
-        saved = np.maximum(held, 0).reshape(len(stops), -1) @ saves.ravel()
+        saved = (np.maximum(held, 0) * saves).reshape(len(stops), -1).sum(axis=1)
         return np.asarray(between_nodes * stops.sum(axis=1) - saved)
 
 
