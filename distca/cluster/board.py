@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ class Board:
             else:
                 self._read()
 
-        self._within(seconds, ask)
+        self.within(seconds, ask)
         return self.failure or failure
 
     def heard(self, expected: int, seconds: float) -> None:
@@ -100,7 +100,7 @@ class Board:
             while self._store.add(f"{_PREFIX}/heard", 0) < expected:
                 time.sleep(0.1)
 
-        self._within(seconds, ask)
+        self.within(seconds, ask)
 
     def silent(self, seconds: float) -> list[str]:
         """Returns the names without a sign of life for ``seconds``; empty on all but the first rank with a name."""
@@ -123,8 +123,8 @@ class Board:
         self._stop.set()
         self._thread.join(5)
 
-    def _within(self, seconds: float, ask: Any) -> None:
-        """Calls ``ask`` in a thread and waits for it at most ``seconds``. Its errors are not raised."""
+    def within(self, seconds: float, ask: Callable[[], Any]) -> None:
+        """Calls ``ask``, which asks a store, in a thread; waits at most ``seconds``. Its errors are not raised."""
 
         def quietly() -> None:
             try:

@@ -242,7 +242,7 @@ class Health:
         """Ends this process if the board, a process, a node or the signal ``told`` is a reason for it."""
         board, pool = self._board, self._pool
         assert board is not None
-        if pool is not None and pool.is_server and board.broken < _BROKEN_S and pool.is_over():
+        if pool is not None and pool.is_server and board.silence() < _BROKEN_S and _is_over(pool, board):
             self._leave(0)  # this is a server that homes have let go; it has nothing to save
         if told is not None or self._dead():
             self._wait_for(lambda: board.failure is not None or (told is not None and bool(self._dead())), _DEATH_S)
@@ -413,6 +413,13 @@ class Health:
         with self._leaving:
             _flush()
             self._give_up(code)
+
+
+def _is_over(pool: Members, board: Board) -> bool:
+    """Whether homes have let their servers go. A store on a lost node never answers; then it is False."""
+    said: list[bool] = []
+    board.within(_PERIOD_S, lambda: said.append(pool.is_over()))
+    return said == [True]
 
 
 def _store_of(pool: Members | None) -> dist.Store | None:

@@ -176,7 +176,8 @@ def test_a_node_that_vanishes_is_named() -> None:
     assert health._LOST_S + health._HEARD_S + 2 * board._BEAT_S < 60
 
 
-def _lose_the_store() -> tuple[str, int]:
+def _lose_the_store(server: bool) -> tuple[str, int]:
+    """What a rank, or a server without a model, says and ends with when no question to the store returns any more."""
     said: list[str] = []
     ended, hangs = threading.Event(), threading.Event()
 
@@ -187,23 +188,26 @@ def _lose_the_store() -> tuple[str, int]:
     logging.getLogger().addHandler(Keep())
     health._LOST_S, health._HEARD_S = 3.0, 0.5
     codes: list[int] = []
-    watching = Health(give_up=lambda code: (codes.append(code), ended.set()))
+    meeting = PoolStore(dist.distributed_c10d._get_default_store())
+    pool = Members(meeting, [Member.here()] * 2, own=1, homes=1) if server else None
+    watching = Health(pool=pool, give_up=lambda code: (codes.append(code), ended.set()))
 
     class Gone:
         def __getattr__(self, _: str) -> object:
             return lambda *_: hangs.wait(60)
 
     assert watching._board is not None
-    watching._board._store = Gone()
-    assert ended.wait(60)
+    watching._board._store = meeting._store = Gone()
+    assert ended.wait(15)
     hangs.set()
     watching.stop()
     return said[0], codes[0]
 
 
-def test_a_store_that_answers_no_more_ends_who_asks_it() -> None:
-    ((said, code),) = run_ranks(1, _lose_the_store)
-    assert "has not answered rank 0 for" in said and "the node or its network is gone" in said and code == 1
+@pytest.mark.parametrize("who", ["rank 0", "server 0"])
+def test_a_store_that_answers_no_more_ends_who_asks_it(who: str) -> None:
+    ((said, code),) = run_ranks(1, _lose_the_store, who == "server 0")
+    assert f"has not answered {who} for" in said and "the node or its network is gone" in said and code == 1
 
 
 def _told_early_and_late() -> tuple[str, list[int]]:
