@@ -435,6 +435,24 @@ def watch_waits(group: dist.ProcessGroup, missing: Callable[[Wait], list[int]]) 
     return health.watch_waits(group, missing)
 
 
+@contextmanager
+def ends_by(seconds: float, error: DistcaError) -> Iterator[None]:
+    """Ends all ranks with ``error`` if the ``with`` block takes longer than ``seconds``.
+
+    It is for waits inside libraries, which nothing else can end. Without a watcher of this process it does nothing."""
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(seconds) and _of_process is not None:
+            _of_process.fail(error)
+
+    threading.Thread(target=watch, name="distca-limit", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
 def _list(numbers: Any) -> str:
     return ", ".join(map(str, numbers))
 

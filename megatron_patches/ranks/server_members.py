@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from distca.attention import AttentionSpec
 from distca.cluster.agreement import of_first_rank, of_ranks
+from distca.cluster.health import ends_by
 from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
 from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.timeout import TIMEOUT
@@ -62,6 +63,9 @@ logger = logging.getLogger(__name__)
 _HERE = timedelta(seconds=15)
 """The time that homes wait for a server's answer. After it the run goes on without the server. On devices on which
 servers may not leave (``MAY_GO``), ``TIMEOUT`` holds instead."""
+_LATE_S = 40.0
+"""Seconds beyond their patience after which homes end if a process group has not formed. Gloo gives up by itself, but
+NCCL waits without end for a member that is lost, or that it cannot reach."""
 _TRIES = 5
 """The most attempts to form a generation; then the run ends."""
 _TRIES_WITH_NEW = 2
@@ -346,7 +350,9 @@ class ServerMembers:
         rank, homes = dist.get_rank(), dist.get_world_size() // self._tp
         name = group_name(self.generation, rank % self._tp)
         ranks = homes + len(self._servers) // self._tp
-        return self._store.group(name, rank // self._tp, ranks, self._device, patience)
+        limit = patience.total_seconds() + _LATE_S
+        with ends_by(limit, LaunchError(_NOT_FORMED.format(limit), "look at the servers' output.")):
+            return self._store.group(name, rank // self._tp, ranks, self._device, patience)
 
     def _anywhere(self, so: bool) -> bool:
         """Whether ``so`` is True on any home; all homes call it together."""
@@ -363,6 +369,10 @@ def _say(before: Sequence[int], now: Sequence[int]) -> None:
                 logger.warning("Of the servers without a model, %s %s; the run goes on.", servers_are(numbers), what)
 
 
+_NOT_FORMED = (
+    "The pool of homes and servers without a model has not formed in {:.0f} s: a server is lost, or some ranks cannot "
+    "reach it over the network."
+)
 _MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."
 _NO_TABLE = (
     "Server {} of the pool has not measured its cost table: it has ended, or does not answer. Look at the server's "

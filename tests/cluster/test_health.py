@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -208,6 +209,27 @@ def _lose_the_store(server: bool) -> tuple[str, int]:
 def test_a_store_that_answers_no_more_ends_who_asks_it(who: str) -> None:
     ((said, code),) = run_ranks(1, _lose_the_store, who == "server 0")
     assert f"has not answered {who} for" in said and "the node or its network is gone" in said and code == 1
+
+
+def _wait_for_a_pool() -> tuple[str, int]:
+    """What a home says and ends with if its library never connects it with a server."""
+    from megatron_patches.ranks import server_members
+
+    codes, ended = list[int](), threading.Event()
+    watching = Health(give_up=lambda code: (codes.append(code), ended.set()))
+    server_members._LATE_S = 0.1
+    store = SimpleNamespace(group=lambda *_: ended.wait(20))
+    home = SimpleNamespace(_tp=1, generation=1, _servers=[None], _store=store, _device=None)
+    with redirect_stderr(io.StringIO()) as heard, patch.object(health, "_HEARD_S", 0.1):
+        log.console.cache_clear()
+        assert server_members.ServerMembers._group(home, timedelta(seconds=0.1))
+    watching.stop()
+    return heard.getvalue(), codes[0]
+
+
+def test_a_pool_that_does_not_form_ends_all() -> None:
+    ((said, code),) = run_ranks(1, _wait_for_a_pool)
+    assert "has not formed in 0 s: a server is lost" in " ".join(said.split()) and code == log.MISTAKE
 
 
 def _told_early_and_late() -> tuple[str, list[int]]:
