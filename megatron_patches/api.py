@@ -106,12 +106,12 @@ class CAD:
     def __init__(self, config: TransformerConfig, given: CadArguments) -> None:
         check_version()
         drop_log_lines()
+        given.check()
         check_groups(config)
         check_config(config)
         check_types(config)
         check_hybrid(config, given.hybrid_layer_pattern, given.model_options, given.disaggregate, given.offload)
         check_model_options(given.model_options, config)
-        given.check()
         check_latent(config, given)
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 
 from megatron.core.transformer import TransformerConfig
@@ -29,10 +30,16 @@ How = Literal["keep", "resend"]
 Level = Literal["auto", "attention", "time"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
-_WHOLE = {"tokens_per_rank", "servers"}
-_LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0, "server_gb_s": 0}
+_WHOLE = {"tokens_per_rank", "servers", "ranks_per_node"}
+_LEAST = {
+    "tokens_per_rank": 1,
+    "servers": 0,
+    "ranks_per_node": 0,
+    "tolerance": 0,
+    "nvshmem_buffer_gb": 0,
+    "server_gb_s": 0,
+}
 _MAY_DIFFER = {
-    "transport",
     "kernel",
     "cost_table",
     "nvshmem_buffer_gb",
@@ -87,9 +94,11 @@ class CadArguments(CadOptions):
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
-        """Raises SupportError for the first argument whose word is unknown or whose number is out of range."""
+        """Raises SupportError for the first argument of another type, with an unknown word or a number out of range."""
         for name, hint in get_type_hints(CadArguments).items():
             value, words = getattr(self, name), get_args(hint)
+            if hint is bool and not isinstance(value, bool):
+                raise SupportError(f"`{name}` is {value!r}; it can be True or False.")
             if isinstance(next(iter(words), None), str) and name not in _CHECKED_WHERE_CHOSEN and value not in words:
                 raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(words)}.")
         for name, least in _LEAST.items():
@@ -101,6 +110,16 @@ class CadArguments(CadOptions):
                 raise SupportError(f"`{name}` is {number!r}; it must be {called}.")
             if not (math.isfinite(number) and float(number) >= least):
                 raise SupportError(f"`{name}` is {number}; it must be at least {least}.")
+        if not isinstance(self.cost_table, str | Path | None):
+            raise SupportError(
+                f"`cost_table` is {self.cost_table!r}; it must be the path of a file or folder, or None."
+            )
+        if not isinstance(self.speeds, tuple | list) or not all(isinstance(each, Real) for each in self.speeds):
+            raise SupportError(f"`speeds` is {self.speeds!r}; it must be a tuple of numbers.")
+        if not isinstance(self.hybrid_layer_pattern, str):
+            raise SupportError(f"`hybrid_layer_pattern` is {self.hybrid_layer_pattern!r}; it must be a text.")
+        if not isinstance(self.model_options, ModelOptions):
+            raise SupportError(f"`model_options` is {self.model_options!r}; it must be a distca.ModelOptions.")
 
     def how(self, stages: int) -> How:
         """Returns ``backward``, with "auto" replaced by "keep" or "resend".

@@ -106,20 +106,25 @@ def find_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") ->
     """Does the same as :func:`choose_kernel`, with the reasons in the result and not in the log."""
     if name not in NAMES:
         raise KernelError(f"{setting} is '{name}'; it can be {', '.join(NAMES)}.")
+    # Ranks may have different names, so all exchange their reasons equally often.
+    found = _fastest(spec) if name == "auto" else _named(name, spec)
+    objection = first_objection(None if isinstance(found, Choice) else found)
+    if isinstance(found, Choice) and objection is None:
+        return found
     if name == "auto":
-        found = _fastest(spec)
-        objection = first_objection(None if isinstance(found, Choice) else found)
-        if isinstance(found, Choice) and objection is None:
-            return found
         raise KernelError(f"No kernel of core attention can run: {objection}. Run `distca doctor` on that machine.")
-    objection = first_objection(why_not(name, spec))
-    if objection is None:
-        kernel, verdict = _proved(name, spec)
-        objection = first_objection(verdict.objection and f"{_WRONG}{verdict.objection}")
-        if objection is None:
-            assert kernel is not None
-            return Choice(kernel, verdict, {})
     raise KernelError(f"{setting} {name} cannot run here: {objection}. Set {setting} to auto to choose another.")
+
+
+def _named(name: str, spec: AttentionSpec) -> Choice | str:
+    """Returns the named kernel, or the reason against it on this rank; it asks no other rank."""
+    objection = why_not(name, spec)
+    if objection is not None:
+        return objection
+    kernel, verdict = _proved(name, spec)
+    if kernel is None or verdict.objection is not None:
+        return f"{_WRONG}{verdict.objection}"
+    return Choice(kernel, verdict, {})
 
 
 def _fastest(spec: AttentionSpec) -> Choice | str:

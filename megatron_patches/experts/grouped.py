@@ -26,7 +26,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
-    Megatron's loop runs instead if grouped products would compute something else, for example if an expert has hooks.
+    Megatron's loop runs instead if grouped products would compute something else, for example if a linear layer has
+    hooks or a forward of its own.
     ``groups`` has the number of pairs of each expert.
     """
     pairs = _linears(experts)
@@ -69,7 +70,8 @@ def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> b
 
 def _is_bare(linear: Any) -> bool:
     served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and (linear.bias is None or linear.skip_bias_add)
-    return served and not any(getattr(linear, kind) for kind in _HOOKS)
+    own = "forward" in vars(linear) or linear._compiled_call_impl is not None
+    return served and not own and not any(getattr(linear, kind) for kind in _HOOKS)
 
 
 def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
-from megatron_patches.model.recurrences import is_recurrent
+from megatron_patches.model.recurrences import is_recurrent, mamba_heads
 
 ATTENTION, DELTA_NET, MAMBA, MLP, EXPERTS = "*", "G", "M", "-", "E"
 RECURRENT = DELTA_NET + MAMBA
@@ -97,8 +97,9 @@ def _check_mamba(config: TransformerConfig) -> None:
             f"mamba_num_groups is {groups}, but must be a multiple of tensor_model_parallel_size {tp}, as a rank has "
             "whole groups: change one of the two settings."
         )
-    if config.mamba_num_heads is not None and config.mamba_num_heads % groups:
+    heads = mamba_heads(config)
+    if heads < 1 or heads % groups:
         raise SupportError(
-            f"mamba_num_heads is {config.mamba_num_heads}, but must be a multiple of mamba_num_groups {groups}: change "
-            "one of the two settings."
+            f"mamba_num_heads is {heads}, but must be a multiple of mamba_num_groups {groups}: change one of the two "
+            f"settings; where mamba_num_heads is None, it is 2 * hidden_size / mamba_head_dim {config.mamba_head_dim}."
         )

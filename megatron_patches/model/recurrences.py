@@ -57,10 +57,14 @@ def recurrence_of(config: TransformerConfig) -> Recurrence:
     )
 
 
+def mamba_heads(config: TransformerConfig) -> int:
+    """Returns ``mamba_num_heads``, or Megatron's default in place of None."""
+    heads: int | None = config.mamba_num_heads
+    return 2 * config.hidden_size // config.mamba_head_dim if heads is None else heads
+
+
 def mamba_recurrence(config: TransformerConfig) -> Recurrence:
     """Returns the recurrence of a layer of Mamba-2, for the heads of one tensor-parallel rank."""
-    tp, heads = parallel_state.get_tensor_model_parallel_world_size(), config.mamba_num_heads
-    if heads is None:
-        heads = 2 * config.hidden_size // config.mamba_head_dim  # Megatron's default
+    tp, heads = parallel_state.get_tensor_model_parallel_world_size(), mamba_heads(config)
     groups, state = config.mamba_num_groups, config.mamba_state_dim
     return Recurrence.mamba2(groups // tp, heads // tp, state, config.mamba_head_dim)

@@ -62,9 +62,15 @@ class PatchedForward(LanguageModule):
             example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
 
         Raises:
-            SupportError: an argument is missing or has the wrong class; ``summed_loss`` and ``log_probabilities`` are
-                both set; or one is set for a model whose output layer or loss the user changed.
+            SupportError: torch.autocast is on; an argument is missing or has the wrong class; ``summed_loss`` and
+                ``log_probabilities`` are both set; or one is set for a model whose output layer or loss the user
+                changed.
         """
+        if torch.is_autocast_enabled(input_ids.device.type):
+            raise SupportError(
+                "The model was called inside of torch.autocast, but activations have the type of the weights: leave "
+                "autocast out; for bfloat16 set bf16=True and params_dtype=torch.bfloat16 in the TransformerConfig."
+            )
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
         if not isinstance(attention_mask, self.takes):

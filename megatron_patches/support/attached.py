@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
 from distca.runtime import AttentionPool
+from megatron_patches.experts.layer import NanoBatchExperts
 
 _MAY_CHANGE = {
     "gradient_accumulation_fusion",
@@ -29,6 +30,8 @@ _MAY_CHANGE = {
 }
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
+_EXPERTS, _LINEAR = "mlp.experts", ("linear_fc1", "linear_fc2")
+"""In a layer, the path of its experts, of which only the linear layers may be called; and the names of these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,8 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
     """Checks that the CAD with ``pool`` attached a model, and that the model is unchanged since.
 
     Raises:
-        SupportError: another CAD attached the model, the model has changed, or a hook of a layer would never run.
+        SupportError: another CAD attached the model, the model has changed, or a hook or a changed ``forward`` in a
+            layer would never run.
     """
     then: Attached = model.attached
     if then.pool is not pool:
@@ -111,11 +115,28 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
 
 def _check_hooks(then: Attached) -> None:
     for name, _, module in then.modules:
-        if any(getattr(module, hooks) for hooks in _HOOKS) and _path_in_layer(name) in then.uncalled:
+        added = _added_to_forward(module)
+        if added and _never_runs(module, _path_in_layer(name), then.uncalled):
             raise SupportError(
-                f"{name} has a hook, which would never run: the layer's parts are called one by one. Put "
-                "the hook on the layer's norms, linear_qkv, linear_proj or mlp."
+                f"{name} has {added}, which would never run: the layer's parts are called one by one. Leave it out, or "
+                "put it on the layer's norms, router, linear_qkv, linear_proj or mlp without experts."
             )
+
+
+def _added_to_forward(module: torch.nn.Module) -> str:
+    """Returns the words for what a user added to a module's ``forward``; "" without such a change."""
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "a hook"
+    if module._compiled_call_impl is not None:
+        return "a compiled forward"
+    return "a forward of its own" if "forward" in vars(module) else ""
+
+
+def _never_runs(module: torch.nn.Module, path: str | None, uncalled: tuple[str, ...]) -> bool:
+    if path is None:
+        return False
+    of_experts = path == _EXPERTS or (path.startswith(f"{_EXPERTS}.") and not path.endswith(_LINEAR))
+    return path in uncalled or of_experts or ("" in uncalled and isinstance(module, NanoBatchExperts))
 
 
 def _path_in_layer(name: str) -> str | None:

@@ -26,6 +26,13 @@ logger = logging.getLogger(__name__)
 _READ_BY = {"plain_recurrent_norm": DELTA_NET, "step_min": MAMBA}
 """Model options that only one kind of recurrent layer reads, with the kind's letter in a pattern."""
 _IN_HYBRID_MODELS = ("rotations", *_READ_BY)
+_DELTA_NET_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
 
 
 def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
@@ -85,6 +92,27 @@ def check_hybrid(
             raise SupportError(f"{what}, which is not supported where {other}, or leave {what.split()[0]} out.")
     if pattern:
         check_pattern(config, pattern)
+    if DELTA_NET in pattern:  # Megatron checks a GPTModel's sizes itself
+        _check_delta_net(config)
+
+
+def _check_delta_net(config: TransformerConfig) -> None:
+    """Refuses sizes of gated delta nets that are missing, or that cannot be divided evenly."""
+    for name in _DELTA_NET_SIZES:
+        if not getattr(config, name):
+            raise SupportError(f"{name} is {getattr(config, name)}, but the model has gated delta nets: set {name}.")
+    keys, values, tp = config.linear_num_key_heads, config.linear_num_value_heads, config.tensor_model_parallel_size
+    assert keys and values
+    if values % keys:
+        raise SupportError(
+            f"linear_num_value_heads is {values}, but must be a multiple of linear_num_key_heads {keys}: change one of "
+            "the two."
+        )
+    if keys % tp:
+        raise SupportError(
+            f"linear_num_key_heads is {keys}, but must be a multiple of tensor_model_parallel_size {tp}: change one of "
+            "the two."
+        )
 
 
 def _check_stages(config: TransformerConfig) -> None:

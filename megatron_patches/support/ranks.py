@@ -20,9 +20,12 @@ def check_groups(config: TransformerConfig) -> None:
     """Checks sizes and order of Megatron's process groups.
 
     Raises:
-        SupportError: there are no groups yet; a group's size differs from the configuration; or ranks are not in
-            Megatron's default order: tensor-parallel ranks first, then data-parallel ranks, then stages.
+        SupportError: ``config`` is no TransformerConfig; there are no groups yet; a group's size differs from the
+            configuration; or ranks are not in Megatron's default order: tensor-parallel ranks first, then data-parallel
+            ranks, then stages.
     """
+    if not isinstance(config, TransformerConfig):
+        raise SupportError(f"config is a {type(config).__name__}; give CAD the model's TransformerConfig.")
     if not parallel_state.model_parallel_is_initialized():
         raise SupportError(
             "Megatron's process groups are not there yet; call distca.join_world() and "

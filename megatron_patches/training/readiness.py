@@ -54,8 +54,8 @@ def made_ready(
         A function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Raises:
-        SupportError: the model was not attached, or was changed since; the step was planned with other options, or for
-            more token ids than the model has; or weights would get wrong gradients or updates.
+        SupportError: ``step`` is no Step; the model was not attached, or was changed since; the step was planned with
+            other options, or for more token ids than the model has; or weights would get wrong gradients or updates.
     """
     if not forward_only:
         check_wrapped(model)
@@ -75,6 +75,10 @@ def made_ready(
 
 
 def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:
+    if not isinstance(step, Step):
+        raise SupportError(
+            f"The step is a {type(step).__name__}; give a step that CAD.plan_ahead or CAD.plan_step returned."
+        )
     for name, setting in _RUN_BY.items():
         if getattr(step.plan.options, name) != getattr(options, name):
             raise SupportError(

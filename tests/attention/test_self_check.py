@@ -167,11 +167,14 @@ def _cases() -> list[tuple[str, str]]:
         _chosen({"flash4": {1}}),
         _chosen({"flash4": {0}, "torch": {0, 1}}),
         _chosen({"flash4": {1}}, "flash4"),
+        _chosen({}, ("reference", "auto")[dist.get_rank()]),
     ]
 
 
 def test_each_rank_takes_what_is_right_on_it_and_a_named_kernel_is_for_all() -> None:
-    (right, one, both, named), others = run_ranks(2, _cases)
+    (right, one, both, named, unlike), others = run_ranks(2, _cases)
+    line = "INFO Core attention kernel: on 1 of 2 ranks (0) reference; on 1 of 2 ranks (1) flash4"
+    assert (unlike, others[4]) == (("reference", line), ("flash4", line)), "ranks may name different kernels"
     figure = "for head dimension 32 dv is 5.00% off the reference in the whole, and rounding explains 1.17%"
     assert right == others[0] == ("flash4", "INFO Core attention kernel: flash4")
     refused = f"not flash4: its self-check refuses it, as {figure}"

@@ -26,6 +26,8 @@ def test_a_user_gives_every_argument_as_a_keyword_and_only_tokens_per_rank_must_
         CAD(None, tokens_per_rnk=5)
     with pytest.raises(TypeError, match=r"^CAD has no argument 'zzz'\. It has .*tokens_per_rank"):
         CAD(None, tokens_per_rank=5, zzz=1)
+    with pytest.raises(SupportError, match=r"^config is a dict; give CAD the model's TransformerConfig\.$"):
+        CAD({"num_layers": 2}, tokens_per_rank=5)
 
 
 def test_every_argument_has_its_meaning() -> None:
@@ -55,6 +57,13 @@ def test_settings_and_arguments_share_options_and_their_defaults() -> None:
         ({"tokens_per_rank": 1.5}, r"`tokens_per_rank` is 1\.5; it must be a whole number\."),
         ({"tolerance": -0.1}, r"`tolerance` is -0\.1; it must be at least 0\."),
         ({"nvshmem_buffer_gb": float("nan")}, r"`nvshmem_buffer_gb` is nan; it must be at least 0\."),
+        ({"disaggregate": "no"}, r"`disaggregate` is 'no'; it can be True or False\."),
+        ({"ping_pong": None}, r"`ping_pong` is None; it can be True or False\."),
+        ({"ranks_per_node": "2"}, r"`ranks_per_node` is '2'; it must be a whole number\."),
+        ({"cost_table": 3}, r"`cost_table` is 3; it must be the path of a file or folder, or None\."),
+        ({"speeds": (1, "fast")}, r"`speeds` is \(1, 'fast'\); it must be a tuple of numbers\."),
+        ({"hybrid_layer_pattern": None}, r"`hybrid_layer_pattern` is None; it must be a text\."),
+        ({"model_options": {"norms": "post"}}, r"`model_options` is .*; it must be a distca\.ModelOptions\."),
     ],
 )
 def test_values_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
@@ -65,8 +74,8 @@ def test_values_that_mean_nothing_are_refused(given: dict[str, Any], said: str) 
 def test_ranks_compare_every_argument_that_changes_what_they_send_each_other() -> None:
     alike = CadArguments(tokens_per_rank=5, tolerance=0.1).alike
     assert {"tokens_per_rank", "disaggregate", "ping_pong", "backward", "deal", "level", "tolerance"} <= set(alike)
-    assert {"ranks_per_node", "deterministic", "model_options"} <= set(alike)
-    assert not {"transport", "kernel", "cost_table", "nvshmem_buffer_gb"} & set(alike)
+    assert {"ranks_per_node", "deterministic", "model_options", "transport"} <= set(alike)
+    assert not {"kernel", "cost_table", "nvshmem_buffer_gb"} & set(alike)
 
 
 def test_what_backward_does_follows_from_stages_and_host_memory() -> None:

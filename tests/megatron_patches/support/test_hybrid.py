@@ -87,7 +87,20 @@ def test_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("install 0.19" in str(_said(fields)) for fields in (NET, GATE))
 
 
-STACK = {**GATE, "attention_output_gate": False, "num_layers": 4, "mamba_num_groups": 2, "mamba_num_heads": 4}
+STACK = {
+    **GATE,
+    "attention_output_gate": False,
+    "num_layers": 4,
+    "hidden_size": 32,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 @pytest.mark.parametrize("pattern", ["G-*-", "*-*-", "-*GG", "M-*M"])
@@ -111,6 +124,14 @@ def test_patterns_that_are_served(pattern: str) -> None:
         ("G-*-", {"experimental_attention_variant": "gated_delta_net"}, "'gated_delta_net': set it to None"),
         ("M-*-", {**_TENSOR_PARALLEL, "tensor_model_parallel_size": 4}, "mamba_num_groups is 2"),
         ("M-*-", {"mamba_num_heads": 3}, "mamba_num_heads is 3"),
+        ("M-*-", {"mamba_num_heads": None}, "mamba_num_heads is 1, but must be a multiple of mamba_num_groups 2"),
+        ("G-*-", {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is None, but the model has gated delta"),
+        ("G-*-", {"linear_num_key_heads": 3}, "linear_num_value_heads is 4, but must be a multiple of linear_num_key"),
+        (
+            "G-*-",
+            {**_TENSOR_PARALLEL, "linear_num_key_heads": 1},
+            "linear_num_key_heads is 1, but must be a multiple of tensor_model_parallel_size 2",
+        ),
     ],
 )
 def test_patterns_that_are_refused(pattern: str, changed: dict[str, Any], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +26,12 @@ def _said(function: Any, *arguments: Any, **options: Any) -> str:
     return ""
 
 
-def _config() -> tuple[Any, Any]:
+def _config(**fields: Any) -> tuple[Any, Any]:
     from distca.parity.cases import ParityShape
     from megatron_patches.model.gpt import transformer_config
 
     shape = ParityShape()
-    return transformer_config(shape, torch.float32, cpu_initialization=True), shape
+    return replace(transformer_config(shape, torch.float32, cpu_initialization=True), **fields), shape
 
 
 def _built(cad: Any, config: Any, vocabulary: int) -> Any:
@@ -46,7 +47,7 @@ def _attached(**options: Any) -> tuple[Any, Any, Any]:
     """A CAD, a model that it attached, and documents of a step, the same every time."""
     from distca import CAD
 
-    config, shape = _config()
+    config, shape = _config(**options.pop("fields", {}))
     cad = CAD(config, tokens_per_rank=60, **options)
     random = np.random.default_rng(1)
     documents: Any = [[random.integers(0, shape.vocabulary, length) for length in LENGTHS] for _ in range(2)]
@@ -93,6 +94,16 @@ def _hook(of: str, kind: str) -> Callable[[Any], Callable[[], None]]:
     return change
 
 
+def _compiled(part: Any) -> Callable[[], None]:
+    part.compile(backend="eager")
+    return partial(setattr, part, "_compiled_call_impl", None)
+
+
+def _own_forward(part: Any) -> Callable[[], None]:
+    part.forward = part.forward
+    return partial(delattr, part, "forward")
+
+
 LAYER = "decoder.layers.0"
 CHANGES: dict[str, Callable[[Any], Callable[[], None]]] = {
     "scale": _set("config", "softmax_scale", 0.5),
@@ -103,6 +114,8 @@ CHANGES: dict[str, Callable[[Any], Callable[[], None]]] = {
     "hook on attention": _hook(f"{LAYER}.self_attention", "forward_pre_hook"),
     "hook on a gradient": _hook(f"{LAYER}.mlp.linear_fc1.weight", "hook"),
     "hook after it": _hook("output_layer.weight", "post_accumulate_grad_hook"),
+    "compiled layer": lambda gpt: _compiled(gpt.get_submodule(LAYER)),
+    "own forward": lambda gpt: _own_forward(gpt.get_submodule(f"{LAYER}.self_attention.core_attention")),
     "hook on an MLP": _hook(f"{LAYER}.mlp", "forward_hook"),
     "hook on a norm's gradient": _hook("decoder.final_layernorm.weight", "hook"),
     "another head": lambda gpt: (gpt.add_module("head", torch.nn.Identity()), partial(delattr, gpt, "head"))[1],
@@ -118,6 +131,9 @@ def _changed() -> dict[str, str]:
         said[name] = _trained(cad, ddp, step)
         undo()
     said["all undone"] = _trained(cad, ddp, step)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        said["autocast"] = _trained(cad, ddp, step)
+    said["documents"] = _trained(cad, ddp, step.documents)
     ddp.module.output_layer.weight.requires_grad_(False)
     said["frozen"] = _trained(cad, ddp, step)
     cad, model, documents = _attached()
@@ -137,6 +153,25 @@ def _changed() -> dict[str, str]:
     weight.data = weight.data.clone()
     said["memory"] = _trained(cad, ddp, step)
     return said
+
+
+def _hooked_experts() -> dict[str, tuple[str, bool]]:
+    """What is said of a hook on each part of a layer with experts, and whether it ran."""
+    fields = {"num_moe_experts": 2, "moe_ffn_hidden_size": 48, "moe_token_dispatcher_type": "alltoall"}
+    cad, ddp, step = _wrapped(fields=fields)
+    found = {}
+    for part in (
+        "mlp",
+        "mlp.experts",
+        "mlp.experts.local_experts.0",
+        "mlp.router",
+        "mlp.experts.local_experts.1.linear_fc2",
+    ):
+        ran: list[Any] = []
+        hook = ddp.module.get_submodule(f"{LAYER}.{part}").register_forward_hook(lambda *_, ran=ran: ran.append(0))
+        found[part] = _trained(cad, ddp, step), bool(ran)
+        hook.remove()
+    return found
 
 
 def _hooked_at_home(multiplier: float) -> dict[str, tuple[str, bool]]:
@@ -283,6 +318,7 @@ def _all() -> dict[str, Any]:
     return {
         "changed": _changed(),
         "hooked": {multiplier: _hooked_at_home(multiplier) for multiplier in (1.0, 0.5)},
+        "experts": _hooked_experts(),
         "mixed": _mixed(),
         "harmless": _harmless(),
         "uses": _uses(),
@@ -310,12 +346,19 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         assert said["hook on a layer"].startswith("decoder.layers.1 has a hook, which would never run")
         assert said["hook on attention"].startswith("decoder.layers.0.self_attention has a hook, which would never")
         fc1 = "decoder.layers.0.mlp.linear_fc1.weight has a hook on its gradient, which would see memory that nobody"
+        assert said["compiled layer"].startswith(f"{LAYER} has a compiled forward, which would never run")
+        own = f"{LAYER}.self_attention.core_attention has a forward of its own, which would never run"
+        assert said["own forward"].startswith(own)
         assert said["hook on a gradient"].startswith(fc1)
         assert said["hook after it"].startswith("output_layer.weight has a hook on its gradient")
         assert said["cast"].startswith(
             "embedding.word_embeddings.weight has type torch.bfloat16, but the configuration"
         )
         assert said["elsewhere"].startswith("embedding.word_embeddings.weight is on meta, but CAD is for cpu")
+        assert said["autocast"].startswith("The model was called inside of torch.autocast, but activations have")
+        assert said["documents"] == (
+            "The step is a StepDocuments; give a step that CAD.plan_ahead or CAD.plan_step returned."
+        )
         assert said["memory"].startswith("decoder.final_layernorm.weight has other memory than CAD.data_parallel gave")
 
 
@@ -326,6 +369,13 @@ def test_a_hook_at_home_runs_or_is_refused(found: list[dict[str, Any]]) -> None:
         assert said.startswith(f"{LAYER}.self_attention has a hook, which would never run") and not ran
         assert len(megatrons) == 3 and len(own) == 2
         assert {*megatrons.values(), *own.values()} == {("", True)}
+
+
+def test_a_hook_in_a_layer_with_experts_runs_or_is_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for part, (said, ran) in rank["experts"].items():
+            refused = said.startswith(f"{LAYER}.{part} has a hook, which would never run")
+            assert refused == (part in ("mlp", "mlp.experts", "mlp.experts.local_experts.0")) and ran == (not said)
 
 
 @pytest.mark.parametrize(
