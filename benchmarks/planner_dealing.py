@@ -9,6 +9,7 @@ node of its own: planned as packed and dealt anew, without stages and with 2 and
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,7 @@ def case(mix: Mix, ranks: int, stages: int, micro_batches: int) -> dict[str, dic
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     cases = {}
     for mix in MIXES:
         for ranks, stages, micro_batches in POOLS:

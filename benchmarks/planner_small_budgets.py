@@ -9,6 +9,7 @@ the work that cuts add. Predicted by the package's table of an H200; nothing run
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def case(mix: Mix, ranks: int, stages: int, micro_batches: int, dealt: bool) -> 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     cases = {}
     for ranks, stages, micro_batches in POOLS:
         for mix in MIXES:
