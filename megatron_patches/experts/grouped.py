@@ -18,9 +18,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from distca.ops.grouped_linear import Groups, add_biases, grouped_linear, lie_evenly
 from distca.ops.swiglu import swiglu
+from megatron_patches.model.added_to_forward import added_to_forward
 from megatron_patches.patches.fused_ops import gate_of
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
@@ -70,8 +69,7 @@ def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> b
 
 def _is_bare(linear: Any) -> bool:
     served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and (linear.bias is None or linear.skip_bias_add)
-    own = "forward" in vars(linear) or linear._compiled_call_impl is not None
-    return served and not own and not any(getattr(linear, kind) for kind in _HOOKS)
+    return served and not added_to_forward(linear)
 
 
 def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:

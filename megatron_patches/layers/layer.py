@@ -29,6 +29,7 @@ from distca.runtime.server import keys_and_values
 from megatron_patches.experts.balance import NanoBatch
 from megatron_patches.experts.layer import NanoBatchExperts
 from megatron_patches.layers.rotations import RowRotations
+from megatron_patches.model.added_to_forward import added_to_forward
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.fused_ops import SwigluMLP
 from megatron_patches.patches.norms import RMSNorm, norm_class
@@ -76,9 +77,10 @@ class SplitLayerParts:
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
         """Frees ``normed``, unless outputs are kept; backward computes it again from ``hidden``.
 
-        ``used`` is the output of the only operation that reads ``normed``.
+        ``used`` is the output of the only operation that reads ``normed``. What a user added to a norm may read or
+        change ``normed`` too.
         """
-        if normed is not hidden and not self.keeps_outputs:
+        if normed is not hidden and not self.keeps_outputs and not added_to_forward(norm):
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(self, branch: Branch, residual: torch.Tensor, combine: Any, norm: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.ops.cross_entropy import wide
 from distca.ops.rms_norm import add_rms_norm, fill_rms_norm, rms_norm
 from distca.ops.triton import has_kernels
+from megatron_patches.model.added_to_forward import added_to_forward
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -39,7 +40,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns x + branch, and the sum normalised. If ``branch`` is None, the sum is ``x``."""
         assert self.eps is not None
-        if has_kernels(x, "RMSNorm"):
+        if has_kernels(x, "RMSNorm") and not added_to_forward(self):
             return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
         total = x if branch is None else x + branch
         return total, self(total)

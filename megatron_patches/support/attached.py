@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from distca.runtime import AttentionPool
 from megatron_patches.experts.layer import NanoBatchExperts
+from megatron_patches.model.added_to_forward import added_to_forward
 
 _MAY_CHANGE = {
     "gradient_accumulation_fusion",
@@ -29,7 +30,6 @@ _MAY_CHANGE = {
     "barrier_with_L1_time",
 }
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 _EXPERTS, _LINEAR = "mlp.experts", ("linear_fc1", "linear_fc2")
 """In a layer, the path of its experts, of which only the linear layers may be called; and the names of these."""
 
@@ -60,7 +60,7 @@ def never_called(disaggregate: bool, *, hybrid: bool, own_layers: bool) -> tuple
         own_layers: whether this project's layers replace Megatron's.
     """
     if disaggregate or hybrid:
-        paths = ("", "self_attention", "self_attention.conv1d", "mixer")
+        paths = ("", "self_attention", "self_attention.conv1d", "mixer", "mixer.act")
         return (*paths, "self_attention.core_attention") if disaggregate else paths
     return ("self_attention",) if own_layers else ()
 
@@ -115,21 +115,12 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
 
 def _check_hooks(then: Attached) -> None:
     for name, _, module in then.modules:
-        added = _added_to_forward(module)
+        added = added_to_forward(module)
         if added and _never_runs(module, _path_in_layer(name), then.uncalled):
             raise SupportError(
                 f"{name} has {added}, which would never run: the layer's parts are called one by one. Leave it out, or "
                 "put it on the layer's norms, router, linear_qkv, linear_proj or mlp without experts."
             )
-
-
-def _added_to_forward(module: torch.nn.Module) -> str:
-    """Returns the words for what a user added to a module's ``forward``; "" without such a change."""
-    if any(getattr(module, hooks) for hooks in _HOOKS):
-        return "a hook"
-    if module._compiled_call_impl is not None:
-        return "a compiled forward"
-    return "a forward of its own" if "forward" in vars(module) else ""
 
 
 def _never_runs(module: torch.nn.Module, path: str | None, uncalled: tuple[str, ...]) -> bool:
