@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
-from distca.data.mixes import MIX_NAMES, sample_mix
+from distca.data.mixes import MIX_NAMES, sample_documents
 from distca.errors import OptionError
 from distca.models.experts import Experts
 from distca.models.hybrid import Hybrid
@@ -146,7 +146,7 @@ def draw(lengths: str, job: Job, context: int, seed: int, steps: int) -> list[Wo
         )
     documents = read_data(lengths, longest=context, seed=seed)
     if lengths in MIX_NAMES:
-        documents = sample_mix(lengths, tokens, seed, context=context)
+        documents = sample_documents(lengths, tokens, seed, context=context)
     elif documents is None:
         documents = read_lengths(lengths, tokens=tokens, seed=seed)
     common = (context, job.data_parallel, job.tokens_per_rank, job.micro_batches, seed)

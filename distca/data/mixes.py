@@ -23,6 +23,8 @@ MIX_NAMES: tuple[str, ...] = (*get_args(Mix), *(mix + _LONG for mix in get_args(
 LONG_CONTEXT = 131_072
 """Longest document of a long-context version where nobody says another."""
 
+_NOT_OF_THE_ORDER = 1 << 96
+"""Added to a seed. numpy takes seeds in words of 32 bits, and a seed of 64 bits and an epoch never have this one."""
 _SHORT = 65_536
 """Documents below this many tokens are thinned out by ``long_context``; longer ones are repeated."""
 
@@ -49,6 +51,16 @@ def sample_mix(name: str, tokens: int, seed: int, *, context: int | None = None)
     if name.endswith(_LONG):
         return sample_long_context(mix, tokens, LONG_CONTEXT if context is None else context, seed)
     return sample_lengths(mix, tokens, seed, max_length=context)
+
+
+def sample_documents(name: str, tokens: int, seed: int, *, context: int | None = None) -> np.ndarray:
+    """Draw a mix whose documents are dealt in an order that depends on the same seed.
+
+    As :func:`sample_mix`, but the lengths of a plain mix come from other random numbers than those by which
+    ``distca.data.sampler.shuffled`` orders documents. With the same numbers the first epoch would begin with the
+    shortest documents. A long-context version is shuffled when it is drawn.
+    """
+    return sample_mix(name, tokens, seed + (0 if name.endswith(_LONG) else _NOT_OF_THE_ORDER), context=context)
 
 
 def sample_lengths(mix: Mix, tokens: int, seed: int, *, max_length: int | None = None) -> np.ndarray:

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from distca.commands.lengths import read_lengths
 from distca.data import open_source
-from distca.data.mixes import LONG_CONTEXT, MIX_NAMES, long_context, sample_lengths, sample_long_context, sample_mix
+from distca.data.mixes import (
+    LONG_CONTEXT,
+    MIX_NAMES,
+    long_context,
+    sample_documents,
+    sample_lengths,
+    sample_long_context,
+    sample_mix,
+)
 from distca.errors import MixError
 
 
@@ -95,7 +103,9 @@ def test_every_name_is_drawn_and_training_and_commands_know_the_same_ones(name: 
         assert drawn.tolist() == sample_long_context(mix, tokens, LONG_CONTEXT, 3).tolist()  # type: ignore[arg-type]
     else:
         assert drawn.tolist() == sample_lengths(name, tokens, 3).tolist()  # type: ignore[arg-type]
-    assert open_source("mix", name, seed=3, mix_tokens=tokens, max_length=2048).lengths.tolist() == cut.tolist()
+    of_source = open_source("mix", name, seed=3, mix_tokens=tokens, max_length=2048).lengths
+    assert of_source.tolist() == sample_documents(name, tokens, 3, context=2048).tolist()
+    assert (of_source.tolist() == cut.tolist()) == name.endswith("-long")
     assert read_lengths(name, tokens=tokens, seed=3).tolist() == drawn.tolist()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distca.data.mixes import sample_mix
+from distca.data.mixes import sample_documents
 from distca.data.sources.source import BYTE_VOCABULARY
 from distca.errors import DataError, MixError
 
@@ -39,7 +39,7 @@ class RandomTokens:
 
 
 class Mix(RandomTokens):
-    """Random tokens in documents whose lengths follow a mix, drawn by ``sample_mix``."""
+    """Random tokens in documents whose lengths follow a mix, drawn by ``sample_documents``."""
 
     def __init__(
         self, mix: str, tokens: int, seed: int, *, vocabulary: int | None = None, max_length: int | None = None
@@ -51,7 +51,7 @@ class Mix(RandomTokens):
             DataError: if there is no such mix, or no documents can be drawn.
         """
         try:
-            lengths = sample_mix(mix, tokens, seed, context=max_length)
+            lengths = sample_documents(mix, tokens, seed, context=max_length)
         except MixError as error:
             raise DataError(f"The document source 'mix' with `path` {mix!r} cannot be drawn: {error}") from None
         if len(lengths) == 0:

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 from distca.data import open_source
+from distca.data.mixes import MIX_NAMES
+from distca.data.sampler import Sampler, shuffled
+from distca.data.sources.mix import Mix
 from distca.errors import DataError
 
 
@@ -52,3 +55,20 @@ def test_an_unknown_mix_is_a_sentence():
 def test_a_mix_of_no_tokens_is_a_sentence():
     with pytest.raises(DataError, match="asked for 0 tokens"):
         open_source("mix", "pretrain", mix_tokens=0)
+
+
+@pytest.mark.parametrize("mix", MIX_NAMES)
+@pytest.mark.parametrize("seed", [0, 1, 2**40 + 3])
+def test_a_sampler_with_the_same_seed_does_not_begin_with_the_short_documents(mix: str, seed: int) -> None:
+    lengths = Mix(mix, 20_000_000, seed).lengths
+    for epoch in range(2):
+        order = shuffled(len(lengths), seed, epoch)
+        first = lengths[order[: len(order) // 2]]
+        assert np.median(first) == pytest.approx(np.median(lengths), rel=0.1)
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong"])
+def test_whole_documents_of_a_mix_leave_little_room(mix: str) -> None:
+    ranks, room = 8, 340_000
+    (batch,) = Sampler(Mix(mix, 20_000_000, 1).lengths, ranks, room, 1, 1, whole=True).next()
+    assert np.bincount(batch.rank_of, batch.lengths, ranks).min() > 0.995 * room
