@@ -40,8 +40,8 @@ class Mode:
 
     Methods:
         distca: core attention disaggregation.
-        distca-unsplit: the same with ``cad.ping_pong`` false: micro-batches are not cut into nano-batches, and ranks
-            wait for transfers.
+        distca-unsplit: the same without ping-pong: micro-batches are not cut into nano-batches, and ranks wait for
+            transfers.
         packed: whole documents, equal tokens per rank, plain data parallelism.
         packed-dealt: the same, documents dealt over a step's micro-batches and ranks anew for equal work of ranks.
         variable: whole documents, unequal tokens per rank so that every rank has the same work.
