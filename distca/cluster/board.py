@@ -59,16 +59,18 @@ class Board:
         rank: this rank.
         names: by rank, the name under which it posts signs of life. Ranks of one node share a name.
         store: the store that has the board; None takes the one of torch.distributed in this process.
+        listens: whether this rank looks for signs of life under other names, if it is the first rank with its name.
 
     Attributes:
         failure: the failure that ends the run; None until a rank has posted one.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], store: dist.Store | None = None) -> None:
+    def __init__(
+        self, rank: int, names: Sequence[str], store: dist.Store | None = None, *, listens: bool = True
+    ) -> None:
         self.failure: Failure | None = None
         self._name, self._names = names[rank], sorted(set(names))
-        # The first rank with each name looks for signs of life under the other names.
-        self._listens = names.index(names[rank]) == rank and len(self._names) > 1
+        self._listens = listens and names.index(names[rank]) == rank and len(self._names) > 1
         self._beats = {name: (0, time.monotonic()) for name in self._names}
         self._answered = time.monotonic()
         self._stop = threading.Event()

@@ -122,7 +122,9 @@ class Health:
         self._waits: list[Waits] = []
         self._warned_at = 0.0
         self._stop = threading.Event()
-        self._board = Board(self._rank, names, _store_of(pool)) if ends_with_ranks else None
+        # Homes report a lost node to servers, which need not look for it.
+        listens = pool is None or not pool.is_server
+        self._board = Board(self._rank, names, _store_of(pool), listens=listens) if ends_with_ranks else None
         self._wake, self._woken = os.pipe()
         if ends_with_ranks:
             self._hear_signals()
