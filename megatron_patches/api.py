@@ -7,7 +7,8 @@ core attention: q, k and v of some tokens travel to other ranks, and outputs com
     distca.join_world()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     cad = distca.CAD(config, tokens_per_rank=131072)
-    model = cad.data_parallel(cad.attach(GPTModel(config, cad.block_spec(), vocabulary, length).cuda()))
+    model = GPTModel(config, cad.block_spec(), vocabulary, length, position_embedding_type="rope")
+    model = cad.data_parallel(cad.attach(model).to(cad.device))
     for step in cad.plan_ahead(steps):
         reports = cad.forward_backward(step, forward_step, model)
         optimizer.step()
@@ -98,8 +99,9 @@ class CAD:
             layers give wrong products on this machine.
         KernelError, TransportError: the attention kernel or the transport between ranks cannot run here, or gives wrong
             results.
-        PlanError: ``cost_table`` or ``speeds`` is not usable.
-        LaunchError: a server without a model did not start.
+        PlanError: ``cost_table``, ``speeds``, ``ranks_per_node`` or ``level`` is not usable here.
+        LaunchError: a server without a model did not come, or has ended.
+        VersionError: the installed Megatron-Core is not supported.
     """
 
     @with_keywords_of(CadArguments)
@@ -236,7 +238,8 @@ class CAD:
                 Subclasses are allowed.
 
         Raises:
-            SupportError: the model is of another class, or a part of the model is not supported.
+            SupportError: the model is of another class, attached already or not built with this CAD's configuration; or
+                a part of the model is not supported.
         """
         check_attachable(model, self.config, self._given, self._kinds)
         change_model(model, self.config, self._given, self.pool)
@@ -261,8 +264,8 @@ class CAD:
                 also torch.bfloat16, which takes half the memory and rounds after every addition.
 
         Raises:
-            SupportError: the model was not attached; a dtype is not supported; or ``distributed_optimizer`` is False
-                and the configuration has ``fp8_param``, which stores weights in FP8 without a bfloat16 copy.
+            SupportError: the model was not attached, is on another device or wrapped already; a dtype is not supported;
+                or ``distributed_optimizer`` is False, and weights are in FP8 only (the configuration's ``fp8_param``).
         """
         check_attached(model)
         check_unwrapped(model)
@@ -283,10 +286,10 @@ class CAD:
                 also reads up to 16 ids of up to 8 documents, to check that ranks have equal documents.
 
         Raises:
-            PlanError: an object is no document; fields of ``StepDocuments`` do not fit each other; documents have more
-                tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or a rank could not
-                make the step.
-            DataError: a token id is no whole number, or is not below the model's number of token ids.
+            PlanError: documents, homes or weights are not as ``StepDocuments`` says; documents have more tokens than
+                ``tokens_per_rank`` allows, or none; a document is cut although ``disaggregate`` is False; ranks have
+                different documents or plans; or another rank could not make the step.
+            DataError: a token id is no whole number, or not one of the model's.
         """
         self._single_steps += 1
         with closing(self.plan_ahead([documents], self._single_steps)) as ahead:
@@ -306,8 +309,8 @@ class CAD:
 
         Raises:
             PlanError, DataError: for the reasons that :meth:`plan_step` lists.
-            FailedPlanError: the planner failed with an unexpected error. The message names a file from which the
-                command ``distca plan`` plans the step again.
+            FailedPlanError: the planner failed with an unexpected error. The message names the file, if it could be
+                written, from which the command ``distca plan`` plans the step again.
         """
         if self._ahead is None:
             self._ahead = AgreedSteps(self.device)
@@ -334,21 +337,23 @@ class CAD:
     ) -> list[Any]:
         """Runs forward and backward of a step.
 
-        Backward begins with zero gradients. At the end each gradient is the sum over all ranks, divided by the number
-        of the global batch's target tokens.
+        Backward begins with zero gradients. At the end those that this rank's optimizer reads are sums over all ranks,
+        divided by the number of the global batch's target tokens.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
             forward_step: function with two arguments, an iterator over this rank's batches and the model. It returns
                 the model's output and a loss function. From the output the loss function computes three values: the
                 summed loss, the number of target tokens as an int tensor, and a report of any type.
-            model: from :meth:`data_parallel`.
+            model: from :meth:`data_parallel`; with ``forward_only`` also from :meth:`attach`.
             forward_only: whether to leave out backward.
 
         Raises:
-            SupportError: the model is not from :meth:`data_parallel`, or has changed since; its weights differ between
-                data-parallel ranks; a CAD with other options planned the step; or ``forward_step`` or the loss function
-                returned values of another form.
+            SupportError: the model is another, or has changed since; it was wrapped for a distributed optimizer, and
+                another one trained it; a CAD with other options planned the step; or ``forward_step`` or the loss
+                function returned values of another form.
+            TransportError: rows do not fit NVSHMEM's memory, and ``transport`` allows no other way.
+            LaunchError: after a server without a model left or came, the pool could not form again.
 
         Returns:
             The loss function's reports, by micro-batch; empty on stages without the loss.
@@ -416,9 +421,9 @@ class CAD:
         All ranks call this method together.
 
         Returns:
-            For each micro-batch of ``step.documents`` a list with one float32 tensor [n - 1] for each document of n
-            tokens. Element i is the log-probability of token i + 1, given tokens 0 to i. Stages without the loss
-            return an empty list.
+            For each micro-batch of ``step.documents`` a list with one tensor [n - 1] for each document of n tokens.
+            Element i is the log-probability of token i + 1, given tokens 0 to i; in float64 for a float64 model, else
+            in float32. Stages without the loss return an empty list.
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
@@ -427,10 +432,11 @@ class CAD:
         """Makes all later steps run without server ``number`` of :attr:`servers`; all ranks call this method together.
 
         Raises:
-            SupportError: servers without a model cannot leave on this type of device.
+            SupportError: there is no such server, or servers cannot leave on this type of device.
         """
-        if self._remote is not None:
-            self._remote.let_go(number)
+        if self._remote is None or number not in self.servers:
+            raise SupportError(f"There is no server {number}; the numbers of the present servers are {self.servers}.")
+        self._remote.let_go(number)
 
     def served(self, step: Step) -> list[Served | None] | None:
         """Waits for reports of the servers without a model on ``step``: their seconds of attention, and their memory.

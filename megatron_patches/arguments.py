@@ -39,15 +39,7 @@ _LEAST = {
     "nvshmem_buffer_gb": 0,
     "server_gb_s": 0,
 }
-_MAY_DIFFER = {
-    "kernel",
-    "cost_table",
-    "nvshmem_buffer_gb",
-    "recompute",
-    "keep_outputs",
-    "offload",
-    "linears",
-}
+_MAY_DIFFER = {"kernel", "cost_table", "keep_outputs"}
 """Arguments that may differ between ranks."""
 
 
@@ -167,7 +159,7 @@ class CadArguments(CadOptions):
         """
         # ``speeds`` begins with ``homes`` numbers for the ranks with the model. Then it has one number for each ``tp``
         # servers in a row. Servers that joined during the run have speed 1.
-        speeds = self.speeds
+        speeds = tuple(self.speeds)
         if speeds:
             of = dict(zip(at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
@@ -182,7 +174,7 @@ class CadArguments(CadOptions):
     def alike(self) -> dict[str, Any]:
         """The arguments, by name, that must be the same on all ranks."""
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _MAY_DIFFER}
-        return found | {"model_options": repr(self.model_options), "speeds": repr(self.speeds)}
+        return found | {"model_options": repr(self.model_options)}
 
 
 Keywords = ParamSpec("Keywords")

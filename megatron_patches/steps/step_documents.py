@@ -7,7 +7,7 @@ A step is a list of micro-batches. A micro-batch is a list of the documents of a
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,8 +31,8 @@ class StepDocuments:
         homes: for each micro-batch a [documents] integer array, the home of each document. With None the planner may
             cut documents over ranks.
         note: any object; the planned step has it as ``step.documents.note``.
-        weights: for each micro-batch a [documents] array: what each token of a document weighs in the loss, finite and
-            at least 0. None is 1 for all documents.
+        weights: for each micro-batch a [documents] array: what each token of a document weighs in the loss, at least 0
+            and finite in float32. None is 1 for all documents.
     """
 
     micro_batches: Sequence[Sequence[Document]]
@@ -62,9 +62,9 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
     if weights is not None:
         weights = [np.ones(len(of)) if each is None else each for of, each in zip(micro_batches, weights, strict=True)]
     for number, each in enumerate(weights or ()):
-        wrong = each[~(np.isfinite(each) & (each >= 0))]
+        wrong = each[~((each >= 0) & (each <= np.finfo(np.float32).max))]
         if len(wrong):
-            raise PlanError(f"A weight of micro-batch {number} is {wrong[0]:g}; weights are finite and at least 0.")
+            raise PlanError(f"A weight of micro-batch {number} is {wrong[0]:g}; float32 weights from 0 on are allowed.")
     return replace(documents, micro_batches=micro_batches, homes=homes, weights=weights)
 
 
@@ -111,7 +111,8 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
 
 
 def _check_row(name: str, document: Any) -> None:
-    if not hasattr(document, "__len__") or isinstance(document, Mapping | str | bytes):
+    indexed = hasattr(document, "__len__") and hasattr(document, "__getitem__")
+    if not indexed or isinstance(document, Mapping | str | bytes):
         found = f"a {type(document).__name__}"
     elif getattr(document, "ndim", 1) != 1:
         found = f"an array of {document.ndim} dimensions"
@@ -140,11 +141,12 @@ def checksum(documents: StepDocuments) -> int:
     return value
 
 
-def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
+def _by_document(name: str, kinds: str, given: Any, micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
     """Returns homes or weights as an array for each micro-batch, or None where the caller gave None.
 
     ``kinds`` are the allowed values of ``numpy.dtype.kind``.
     """
+    given = list(given) if isinstance(given, Iterable) else [given]
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are for {len(given)} micro-batches, and the step has {len(micro_batches)}.")
     arrays = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
@@ -65,18 +66,23 @@ def check_groups(config: TransformerConfig) -> None:
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
     """Compares configurations (by :func:`fields_of`) and ``CAD``'s arguments between ranks, which call this together.
 
-    Numbers, strings, booleans and None are compared.
+    Numbers, texts, booleans, None, dtypes, lists and tuples are compared, and functions by name.
 
     Raises:
         SupportError: a value differs. All ranks raise the same message, which names the first such value.
     """
-    plain = (bool, int, float, str, type(None))
-    mine = {name: value for name, value in (fields_of(config) | arguments).items() if isinstance(value, plain)}
-    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    mine = {name: _in_words(value) for name, value in (fields_of(config) | arguments).items()}
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for name, first in everyone[0].items():
         for rank, theirs in enumerate(everyone):
-            if repr(theirs.get(name)) != repr(first):  # nan differs from itself, but its text does not
+            if theirs.get(name) != first:
                 raise SupportError(
-                    f"{name} is {theirs.get(name)!r} on rank {rank} and {first!r} on rank 0: give every rank the same."
+                    f"{name} is {theirs.get(name)} on rank {rank} and {first} on rank 0: give every rank the same."
                 )
+
+
+def _in_words(value: Any) -> str:
+    """Returns a text that is the same on all ranks; "" for objects of other types."""
+    plain = isinstance(value, bool | int | float | str | list | tuple | torch.dtype | None)
+    return repr(value) if plain else getattr(value, "__name__", "")

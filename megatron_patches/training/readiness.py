@@ -127,7 +127,7 @@ def _check_replicas(model: Any) -> None:
 
     They differ if the model was wrapped for a distributed optimizer, but trained with another optimizer.
     """
-    if getattr(model, "weights_gathered", True):  # a distributed optimizer has run, or none is used
+    if model.weights_gathered:  # a distributed optimizer has run, or none is used
         return
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     weights = [weight for weight in model.parameters() if not is_fp8(weight)]
@@ -155,7 +155,8 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 def check_wrapped(model: Any) -> None:
     """Raises SupportError for a model that ``wrap_for_data_parallel`` did not return."""
     finalize = getattr(getattr(model, "config", None), "finalize_model_grads_func", None)
-    if not isinstance(model, DistributedDataParallel) or finalize is None:
+    wrapped = isinstance(model, DistributedDataParallel) and hasattr(model, "weights_gathered")
+    if not wrapped or finalize is None:
         raise SupportError(
             f"The model is a {type(model).__name__} whose gradients would not be reduced and divided: train what "
             "CAD.data_parallel returns."

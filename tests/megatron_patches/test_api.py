@@ -34,6 +34,9 @@ class _Stops:
     def __len__(self) -> int:
         raise StopIteration
 
+    def __getitem__(self, _: slice) -> Any:
+        raise StopIteration
+
 
 def _own_model(cad: Any, config: Any, shape: Any) -> Any:
     """A user's subclass of GPTModel, with an argument, a parameter, a method and a forward of its own."""
@@ -178,6 +181,7 @@ def _used() -> dict[str, Any]:
     found["full"] = _refused(cad.plan_step, [[np.zeros(60, np.int64)]])
     found["too many"] = _refused(cad.plan_step, [documents[0], [np.zeros(40, np.int64), np.zeros(21, np.int64)]])
 
+    found["no such server"] = _refused(cad.let_server_go, 3)
     found["no such home"] = _refused(cad.plan_step, StepDocuments([[np.zeros(3, np.int64)] * 2], [[0, 2]]))
     found["stops"] = _refused(list, cad.plan_ahead([documents, [[_Stops()]], documents]))
     found["flat"] = [_refused(cad.plan_step, [each]) for each in (np.zeros(5, np.int64), torch.zeros(5).long())]
@@ -294,7 +298,7 @@ def test_options_that_mean_nothing_are_refused(used: list[dict[str, Any]]) -> No
         assert small == "SupportError: `tolerance` is 'small'; it must be a number."
 
 
-def test_a_micro_batch_of_more_tokens_than_ranks_hold_is_refused(used: list[dict[str, Any]]) -> None:
+def test_tokens_homes_and_servers_that_ranks_do_not_have_are_refused(used: list[dict[str, Any]]) -> None:
     for rank in used:
         assert rank["full"] == ""
         assert rank["flat"] == [
@@ -302,6 +306,7 @@ def test_a_micro_batch_of_more_tokens_than_ranks_hold_is_refused(used: list[dict
             "documents, each a row of token ids."
             for found in ("a int64", "an array of 0 dimensions")
         ]
+        assert rank["no such server"].startswith("SupportError: There is no server 3; ")
         assert rank["no such home"] == "PlanError: Homes of micro-batch 0 name data-parallel rank 2; ranks are 0 to 1."
         assert rank["too many"].startswith("PlanError: Micro-batch 1 has 61 tokens; 2 data-parallel ranks with")
         assert "tokens_per_rank 30 hold 60" in rank["too many"]

@@ -75,7 +75,8 @@ def test_ranks_compare_every_argument_that_changes_what_they_send_each_other() -
     alike = CadArguments(tokens_per_rank=5, tolerance=0.1).alike
     assert {"tokens_per_rank", "disaggregate", "ping_pong", "backward", "deal", "level", "tolerance"} <= set(alike)
     assert {"ranks_per_node", "deterministic", "model_options", "transport"} <= set(alike)
-    assert not {"kernel", "cost_table", "nvshmem_buffer_gb"} & set(alike)
+    assert {"recompute", "offload", "linears", "nvshmem_buffer_gb"} <= set(alike)
+    assert not {"kernel", "cost_table", "keep_outputs"} & set(alike)
 
 
 def test_what_backward_does_follows_from_stages_and_host_memory() -> None:

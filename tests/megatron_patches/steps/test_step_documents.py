@@ -108,11 +108,11 @@ WRONG: dict[str, tuple[Any, str]] = {
         _step([IDS, IDS[1:]], weights=[[np.ones(5), np.ones(4)]]),
         "`weights` of micro-batch 0 are not one number for each of ",
     ),
-    "below 0": (_step([IDS], weights=[[-1.0]]), "A weight of micro-batch 0 is -1; weights are finite and at least 0."),
-    "no number": (
-        _step([IDS], weights=[[np.nan]]),
-        "A weight of micro-batch 0 is nan; weights are finite and at least 0.",
-    ),
+    "below 0": (_step([IDS], weights=[[-1.0]]), "A weight of micro-batch 0 is -1; float32 weights from 0 on are allow"),
+    "no number": (_step([IDS], weights=[[np.nan]]), "A weight of micro-batch 0 is nan; float32 weights"),
+    "infinite in float32": (_step([IDS], weights=[[1e39]]), "A weight of micro-batch 0 is 1e+39; float32 weights"),
+    "a set": ([[{1, 2}]], "Document 0 of micro-batch 0 is a set; "),
+    "a number as homes": (_step([IDS], homes=0), "`homes` of micro-batch 0 are not one rank for each of "),
 }
 
 

@@ -189,7 +189,9 @@ def _hooked_at_home(multiplier: float) -> dict[str, tuple[str, bool]]:
 
 
 def _mixed() -> dict[str, Any]:
-    """Steps and models of another CAD than the one that runs them."""
+    """Steps and models of another CAD than the one that runs them, or that no CAD wrapped."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
     from distca import CAD
 
     (cad, ddp, step), (resends, resending, resent) = _wrapped(), _wrapped(backward="resend")
@@ -214,6 +216,8 @@ def _mixed() -> dict[str, Any]:
     small = cad.data_parallel(cad.attach(_built(cad, config, 50)))
     said["large"] = _trained(cad, small, of_large)
     said["both"] = _said(cad.plan_step, [[np.full(5, 60)]])
+    by_hand = DistributedDataParallel(config, DistributedDataParallelConfig(), cad.attach(_built(cad, config, 50)))
+    said["wrapped by hand"] = _trained(cad, by_hand, of_large)
     return said
 
 
@@ -298,14 +302,23 @@ def _uses() -> list[str]:
     return [*said, _said(cad.forward_backward, step, twice, ddp)]
 
 
-def _unlike() -> str:
+def _unlike() -> list[str]:
     import torch.distributed as dist
 
     from distca import CAD
 
-    config, _ = _config()
-    config.softmax_scale = 0.5 + dist.get_rank()
-    return _said(CAD, config, tokens_per_rank=60)
+    said, rank, functional = [], dist.get_rank(), torch.nn.functional
+    unlike = {
+        "softmax_scale": (0.5, 1.5),
+        "no_rope_freq": ([0, 1], [1, 0]),
+        "activation_func": (functional.silu, functional.gelu),
+    }
+    for name, values in unlike.items():
+        config, _ = _config()
+        setattr(config, name, values[rank])
+        said.append(_said(CAD, config, tokens_per_rank=60))
+    options: Any = ({}, {"recompute": "all"})
+    return [*said, _said(CAD, _config()[0], tokens_per_rank=60, **options[rank])]
 
 
 def _all() -> dict[str, Any]:
@@ -395,6 +408,9 @@ def test_steps_and_models_of_another_cad_are_refused_where_something_differs(fou
         assert said["configuration"].startswith("The model was built with softmax_scale 0.5, but the CAD with None")
         assert said["early"].startswith("The step was planned before any model was attached, and the model has 100")
         assert said["large"].startswith("The step was planned for 100 token ids, and the model has 50")
+        assert said["wrapped by hand"].endswith(
+            "would not be reduced and divided: train what CAD.data_parallel returns."
+        )
         assert "has token 60, but the model has ids 0 to 49" in said["both"], "of two models the smaller one counts"
 
 
@@ -414,9 +430,16 @@ def test_gradients_that_come_too_late_to_be_reduced_are_refused(found: list[dict
 
 
 def test_ranks_with_unlike_configurations_all_say_so(found: list[dict[str, Any]]) -> None:
-    assert {rank["unlike"] for rank in found} == {
-        "softmax_scale is 1.5 on rank 1 and 0.5 on rank 0: give every rank the same."
-    }
+    for rank in found:
+        assert rank["unlike"] == [
+            f"{what}: give every rank the same."
+            for what in (
+                "softmax_scale is 1.5 on rank 1 and 0.5 on rank 0",
+                "no_rope_freq is [1, 0] on rank 1 and [0, 1] on rank 0",
+                "activation_func is gelu on rank 1 and silu on rank 0",
+                "recompute is 'all' on rank 1 and 'none' on rank 0",
+            )
+        ]
 
 
 def test_time_is_levelled_with_stages_only(found: list[dict[str, Any]]) -> None:
