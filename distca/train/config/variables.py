@@ -30,7 +30,7 @@ class Values:
 COUNT = Values("[1-9][0-9]{0,8}", "a whole number from 1 to 999999999")
 _COUNT_FROM_0 = Values("0|[1-9][0-9]{0,8}", "a whole number from 0 to 999999999")
 _AT_LEAST_1 = Values("[1-9][0-9]*", "a whole number of at least 1")
-_FROM_0 = Values("0|[1-9][0-9]*", "a whole number")
+_FROM_0 = Values("0|[1-9][0-9]*", "a whole number of at least 0")
 _PORT = Values(
     "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]",
     "a whole number from 1 to 65535",
@@ -86,7 +86,8 @@ class Variable:
         """Returns the values that ``launcher`` takes for it."""
         if not self.listed or launcher is Launcher.TRAINING:
             return self.values
-        return Values(f"({self.values.pattern})( ({self.values.pattern}))*", f"{self.values.words}, or several of them")
+        one, words = self.values.pattern, self.values.words
+        return Values(f"({one})( ({one}))*", f"{words}, or several with spaces between")
 
     def written(self, value: str) -> str:
         """A value as a setting has it."""
@@ -342,11 +343,11 @@ VARIABLES: tuple[Variable, ...] = (
         name="MODE",
         values=Values(
             f"all|{_MODE}( {_MODE})*",
-            "all, or some of distca, distca-unsplit, packed, packed-dealt, variable, cp, cp-keep, cp-halo, ring, "
-            "ulysses, megatron-te, megatron-te-p2p, megatron-te-a2a",
+            "all, or, with spaces between, some of distca, distca-unsplit, packed, packed-dealt, variable, cp, "
+            "cp-keep, cp-halo, ring, ulysses, megatron-te, megatron-te-p2p, megatron-te-a2a",
         ),
         default="all; with stages distca and packed",
-        meaning="ways to train that are compared",
+        meaning="modes to compare",
         training=None,
         benchmarks=("--modes",),
         instead=f"set CAD to 1 (distca) or 0 (packed), use {Launcher.RUN_3D.value} for others",

@@ -189,7 +189,11 @@ def _of_slurm(script: str, values: Mapping[str, str], environment: Mapping[str, 
             f"NNODES is {values['NNODES']}, but the Slurm job has {count(nodes, 'node')}.",
             f"unset NNODES, or ask Slurm for --nodes={values['NNODES']}.",
         )
-    gpus = int(values["GPUS_PER_NODE"]) if "GPUS_PER_NODE" in values else _gpus_of_job(environment, nodes)
+    if int(values.get("NODE_RANK", 0)):
+        raise LaunchError(
+            f"NODE_RANK is {values['NODE_RANK']}, but Slurm numbers the machines of its job.", "unset NODE_RANK."
+        )
+    gpus = _asked_of_job(values, environment) if "GPUS_PER_NODE" in values else _gpus_of_job(environment, nodes)
     shown = subprocess.run(["scontrol", "show", "hostnames", names], stdout=subprocess.PIPE, text=True)
     if shown.returncode or not shown.stdout:
         raise LaunchError("scontrol does not name the job's machines.")
@@ -203,6 +207,17 @@ def _each(gpus: int, nodes: int, name: str) -> int:
             f"{name} is {gpus}, which {count(nodes, 'node')} cannot share equally.", "ask Slurm for --gpus-per-node."
         )
     return gpus // nodes
+
+
+def _asked_of_job(values: Mapping[str, str], environment: Mapping[str, str]) -> int:
+    """Returns GPUS_PER_NODE, which may be fewer than the job has, but not more."""
+    asked, has = int(values["GPUS_PER_NODE"]), environment.get("SLURM_GPUS_ON_NODE", "").rpartition(":")[2]
+    if has.isdecimal() and asked > int(has):
+        raise LaunchError(
+            f"GPUS_PER_NODE is {asked}, but the Slurm job has {count(int(has), 'GPU')} on a machine.",
+            f"lower or unset GPUS_PER_NODE, or ask Slurm for --gpus-per-node={asked}.",
+        )
+    return asked
 
 
 def _gpus_of_job(environment: Mapping[str, str], nodes: int) -> int:
