@@ -102,8 +102,10 @@ class Nodes:
             process.kill()
             process.wait()
         for node in range(len(self.names)):
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", self._space(node))
+            # The kernel removes a space later, and the links in it, whose names the next nodes of this process take.
+            for words in (("link", "delete", self._outside(node)), ("netns", "delete", self._space(node))):
+                with suppress(subprocess.CalledProcessError):
+                    _ip(*words)
         with suppress(subprocess.CalledProcessError):
             _ip("link", "delete", self._bridge)
 
