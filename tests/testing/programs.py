@@ -174,5 +174,8 @@ def _interpret(words: list[str]) -> None:
 def _fork_ranks() -> None:
     """Let torchrun, in this process, fork its ranks from where this process was forked from."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     subprocess_handler.Popen = Program  # type: ignore[misc,assignment]
+    # For a debug message it looks at every module that is imported, and this process has thousands of them.
+    dynamic_rendezvous.get_method_name = str  # type: ignore[assignment]
