@@ -63,7 +63,7 @@ def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
 
 
 def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
+    bare = all(_is_bare(first) and _is_bare(second) for first, second in pairs)
     return bare and not experts.config.activation_func_fp8_input_store
 
 
