@@ -106,6 +106,7 @@ def _choose_way(transport, number):
         keep_from_bytes=draw.choice((0, 1 << 40)),
         keep_from_bytes_per_range=0,
     )
+    transport.waits_at_once = draw.choice((False, True))
 
 
 def _parts(moves, seed, dtypes):
