@@ -9,21 +9,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from distca.attention import Kernel
 from distca.device.host_memory import keep_freed_memory
 from distca.plan import AttentionKind, AttentionShape
-from distca.profile.grid import grid_for, points
-from distca.profile.kernels import measure_points, smooth_points, table_of
+from distca.profile.grid import Grid, grid_for, points
+from distca.profile.kernels import Measured, measure_points, smooth_points, table_of
 from distca.profile.linear import measure_linear
 from distca.profile.linear_fp8 import measure_fp8
 from distca.profile.timing import EndedEarlyError, TimedServer, route_of_tasks
 from distca.profile.validation import calibrated, random_batch, time_mixed, validation_of
+from distca.runtime.device_routes import ServerRoute
 
 Progress = Callable[[str, int], Callable[[], None]]
 """Begins a part of the work with a name and a number of steps; what it returns is called after each step. Both may
 raise EndedEarlyError."""
+Route = Callable[[np.ndarray, np.ndarray], ServerRoute]
+"""Makes a server's route for tasks of so many query and key rows."""
 
 
 @contextmanager
@@ -75,30 +79,20 @@ def measure_device(
     advance = progress(f"{kernel.name} kernel", sum(point.rounds for point in wanted))
     measured = measure_points(server, route, grid, wanted, shape, advance)
     smooth = smooth_points(grid, measured, shape)
-    cost = table_of(shape, grid, smooth)
     lacks = [
         "mixed batches",
         *(["linear layers"] if not window else []),
         *(["linear layers in FP8"] if scalings else []),
     ]
     found: dict[str, Any] = {"lacks": lacks, "validation": None, "linear": None}
-    fitted, held_out, seconds = (24, 10, 25e-3) if on_gpu else (8, 4, 0.25)
-    if window:
-        fitted, held_out = fitted // 2, held_out // 2
     with suppress(EndedEarlyError):  # what was measured before is kept
-        drawn = [random_batch(grid, cost, seconds, seed) for seed in range(fitted + held_out)]
-        advance = progress("mixed batches", len(drawn) * grid.mixed_rounds)
-        mixed = time_mixed(server, route, grid, drawn, advance)
-        load = calibrated(cost, mixed[:fitted])
-        found["load_factors"] = {"kv_rows": load.kv_rows, "forward": load.forward, "backward": load.backward}
-        found["validation"] = validation_of(table_of(shape, grid, smooth, load), mixed[fitted:])
+        found |= _mixed_batches(server, route, grid, shape, smooth, on_gpu, progress)
         lacks.remove("mixed batches")
         del server
         if not window:
             advance = progress("linear layers", 1)
-            found["linear"] = measure_linear(
-                shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype
-            )
+            tokens = 8192 if on_gpu else 64
+            found["linear"] = measure_linear(shape, hidden, ffn, tokens=tokens, device=device, dtype=dtype)
             lacks.remove("linear layers")
             advance()
         if scalings and not window:
@@ -125,4 +119,28 @@ def measure_device(
         "noise": measured.noise,
         **found,
         "measured_in_s": round(time.perf_counter() - began, 1),
+    }
+
+
+def _mixed_batches(
+    server: TimedServer,
+    route: Route,
+    grid: Grid,
+    shape: AttentionShape,
+    smooth: Measured,
+    on_gpu: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Measures mixed batches; returns the load factors that some give, and how others agree with them."""
+    fitted, held_out, seconds = (24, 10, 25e-3) if on_gpu else (8, 4, 0.25)
+    if grid.window:
+        fitted, held_out = fitted // 2, held_out // 2
+    cost = table_of(shape, grid, smooth)
+    drawn = [random_batch(grid, cost, seconds, seed) for seed in range(fitted + held_out)]
+    advance = progress("mixed batches", len(drawn) * grid.mixed_rounds)
+    mixed = time_mixed(server, route, grid, drawn, advance)
+    load = calibrated(cost, mixed[:fitted])
+    return {
+        "load_factors": {"kv_rows": load.kv_rows, "forward": load.forward, "backward": load.backward},
+        "validation": validation_of(table_of(shape, grid, smooth, load), mixed[fitted:]),
     }

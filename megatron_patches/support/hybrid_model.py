@@ -43,6 +43,13 @@ _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_b
     "position_embedding_type": Limit("only RoPE or no positions are supported", ("rope", "none")),
 }
 """The supported values of the arguments of HybridModel's constructor."""
+_FIRST_LINEAR = {
+    ATTENTION: "self_attention.linear_qkv",
+    DELTA_NET: "self_attention.in_proj",
+    MAMBA: "mixer.in_proj",
+    MLP_ALONE: "mlp.linear_fc1",
+}
+"""The path of a layer's first linear layer, by the layer's symbol in the pattern."""
 
 
 def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
@@ -77,62 +84,56 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
 
 
 def _check_layer(path: str, symbol: str, layer: Any, config: Any, options: ModelOptions) -> None:
-    norm = norm_class(config)
     attention = GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer
     classes = {ATTENTION: attention, DELTA_NET: SplitRecurrentLayer, MAMBA: SplitMambaLayer}
     expect(path, type(layer), classes.get(symbol, SplitTransformerLayer))
-    first_linear = {
-        ATTENTION: "self_attention.linear_qkv",
-        DELTA_NET: "self_attention.in_proj",
-        MAMBA: "mixer.in_proj",
-        MLP_ALONE: "mlp.linear_fc1",
-    }
-    column, row = linears_like(layer.get_submodule(first_linear[symbol]) if symbol in first_linear else None)
-    of_symbol: dict[str, dict[str, Any]] = {
-        ATTENTION: {
+    for name, kind in _parts_of(symbol, layer, config, options).items():
+        expect(f"{path}.{name}", type(layer.get_submodule(name)), kind)
+    if symbol == ATTENTION:
+        check_head_norms(path, layer.self_attention, config, layer.options)
+    if any(getattr(part, "config", config) is not config for part in (layer, *layer.children())):
+        raise SupportError(f"{path} has a configuration of its own, but {LIMITS['heterogeneous_block_specs'].because}.")
+
+
+def _parts_of(symbol: str, layer: Any, config: Any, options: ModelOptions) -> dict[str, Any]:
+    """Returns the class that each part of a layer must have, by path."""
+    norm = norm_class(config)
+    column, row = linears_like(layer.get_submodule(_FIRST_LINEAR[symbol]) if symbol in _FIRST_LINEAR else None)
+    if symbol == ATTENTION:
+        return {
             "input_layernorm": norm,
             "self_attention": SelfAttention,
             "self_attention.core_attention": PackedAttention,
             "self_attention.linear_qkv": column,
             "self_attention.linear_proj": row,
             "mlp": IdentityOp,
-        },
-        DELTA_NET: {
+        }
+    if symbol == DELTA_NET:
+        return {
             "input_layernorm": norm,
             "self_attention": OwnGatedDeltaNet,
             "self_attention.in_proj": column,
             "self_attention.out_norm": PlainRMSNorm if options.plain_recurrent_norm else norm,
             "self_attention.out_proj": row,
             "mlp": IdentityOp,
-        },
-        MAMBA: {
+        }
+    if symbol == MAMBA:
+        return {
             "norm": norm,
             "mixer": OwnMambaMixer,
             "mixer.in_proj": column,
             "mixer.norm": GroupedGatedNorm,
             "mixer.out_proj": row,
-        },
-        MLP_ALONE: {
-            "self_attention": IdentityOp,
-            "pre_mlp_layernorm": norm,
-            "mlp": MLP,
-            "mlp.linear_fc1": column,
-            "mlp.linear_fc2": row,
-        },
-        EXPERTS: {
-            "self_attention": IdentityOp,
-            "pre_mlp_layernorm": norm,
-            "mlp": MoELayer,
-            "mlp.router": TopKRouter,
-            "mlp.experts": DrawnExperts,
-        },
+        }
+    without_mixer = {"self_attention": IdentityOp, "pre_mlp_layernorm": norm}
+    if symbol == MLP_ALONE:
+        return {**without_mixer, "mlp": MLP, "mlp.linear_fc1": column, "mlp.linear_fc2": row}
+    assert symbol == EXPERTS
+    shared = config.moe_shared_expert_intermediate_size is not None
+    return {
+        **without_mixer,
+        "mlp": MoELayer,
+        "mlp.router": TopKRouter,
+        "mlp.experts": DrawnExperts,
+        **({"mlp.shared_experts": SharedExpertMLP} if shared else {}),
     }
-    expected = of_symbol[symbol]
-    if symbol == EXPERTS and config.moe_shared_expert_intermediate_size is not None:
-        expected = expected | {"mlp.shared_experts": SharedExpertMLP}
-    for name, kind in expected.items():
-        expect(f"{path}.{name}", type(layer.get_submodule(name)), kind)
-    if symbol == ATTENTION:
-        check_head_norms(path, layer.self_attention, config, layer.options)
-    if any(getattr(part, "config", config) is not config for part in (layer, *layer.children())):
-        raise SupportError(f"{path} has a configuration of its own, but {LIMITS['heterogeneous_block_specs'].because}.")
