@@ -18,11 +18,9 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,18 +28,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from distca.cluster.board import Board, Failure
+from distca.cluster.failure_reports import FailureReports, listed
 from distca.cluster.process import Member
 from distca.cluster.waits import Stuck, Wait, Waits
 from distca.errors import DistcaError, RefusedServerError
-from distca.log import MISTAKE, console, say_mistake
+from distca.log import console
 
 if TYPE_CHECKING:
-    from distca.cluster.member import Members
+    from distca.cluster.members import Members
 
 logger = logging.getLogger(__name__)
-
-EXIT_CODE = 71
-"""The exit code of a rank that waited for rows of a rank which has ended."""
 
 _ENDING = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that schedulers and launchers send before they end a run."""
@@ -68,7 +64,6 @@ _WAIT_GRACE_S = 4.0
 """Seconds before a rank ends because it waits for a rank that has ended. Other reports, which say more, come first."""
 _WARN_EVERY_S = 60.0
 """Seconds of a wait after which a warning is logged, and seconds between two warnings."""
-_GO_ON = "Go on from the last checkpoint."
 
 _of_process: Health | None = None
 """The watcher of this process, which :func:`watch_waits` uses; None without one."""
@@ -107,7 +102,8 @@ class Health:
         else:
             everyone, self._rank = pool.everyone, pool.own
             ranks = list(range(len(everyone)))
-        self._hosts = {rank: each.host for rank, each in zip(ranks, everyone, strict=True)}
+        hosts = {rank: each.host for rank, each in zip(ranks, everyone, strict=True)}
+        self._reports = FailureReports(self._rank, hosts, pool)
         self._processes = {rank: each.process for rank, each in zip(ranks, everyone, strict=True)}
         # Homes stand for their nodes. Each server has signs of its own, as one of several on its machine may be killed.
         homes = len(everyone) if pool is None else pool.homes
@@ -116,7 +112,6 @@ class Health:
         self._may_go: set[int] = set()  # members whose end does not end this rank
         self.asked_by = ""
         self._stops_when_asked = False
-        self._doing = "starting"
         # The main thread and the watching one may find the same failure. The lock lets one of them report it in full.
         self._leaving = threading.Lock()
         self._waits: list[Waits] = []
@@ -141,7 +136,7 @@ class Health:
 
     def doing(self, what: str) -> None:
         """Notes the present activity of this rank, such as "step 7", for reports of failures."""
-        self._doing = what
+        self._reports.doing = what
 
     def pool_has_formed(self) -> None:
         """Makes this rank outlive servers without a model from now on. Before, homes wait for each of them."""
@@ -180,7 +175,7 @@ class Health:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends this rank and all others with an error, or with another rank's death that was its cause."""
-        failure = self._failure_of(error)
+        failure = self._reports.of_error(error)
         end = time.monotonic() + (0 if isinstance(error, DistcaError) else _FAILURE_S)
         while time.monotonic() < end and self._known() is None and not self._dead():
             time.sleep(0.1)
@@ -255,9 +250,9 @@ class Health:
         elif dead := self._dead():
             self._end(self._death_of(dead))
         elif lost := self._silent(board):
-            self._end(self._loss_of(*lost))
+            self._end(self._reports.of_silence(*lost))
         elif board.silence() > _LOST_S or (pool is not None and pool.is_server and board.broken >= _BROKEN_S):
-            self._end(self._loss_of_store(board.silence()))
+            self._end(self._reports.of_silent_store(board.silence()))
         elif told is not None and (self._stops_when_asked or told == signal.SIGUSR1):
             # Only the first signal counts, as a scheduler and a launcher may each send one.
             self.asked_by = self.asked_by or told.name
@@ -292,7 +287,7 @@ class Health:
             # its rows before, so the wait will pass.
             if self._stop.wait(_WAIT_GRACE_S) or (stuck := waits.stuck()) is None or not self._gone(stuck):
                 continue
-            self._end(self._waited_for(stuck, gone))
+            self._end(self._reports.of_wait(stuck, gone))
 
     def _gone(self, stuck: Stuck) -> list[int]:
         return [rank for rank in stuck.missing if not self._processes[rank].is_running()]
@@ -303,85 +298,19 @@ class Health:
             self._warned_at = now
             logger.warning(
                 "%s has waited %.0f s for %s exchange %d from rank %s, which is still running.",
-                *(self._name(self._rank), stuck.seconds, stuck.wait.what, stuck.wait.number, _list(stuck.missing)),
+                *(self._reports.name(self._rank), stuck.seconds, stuck.wait.what, stuck.wait.number),
+                listed(stuck.missing),
             )
 
     def _dead(self) -> list[int]:
         others = (pair for pair in self._processes.items() if pair[0] != self._rank and pair[0] not in self._may_go)
         return [rank for rank, process in others if not process.is_running()]
 
+    def _death_of(self, dead: list[int]) -> Failure:
+        return self._reports.of_death({rank: self._processes[rank].pid for rank in dead})
+
     def _known(self) -> Failure | None:
         return None if self._board is None else self._board.failure
-
-    # The reports.
-
-    def _failure_of(self, error: BaseException) -> Failure:
-        if isinstance(error, DistcaError):
-            return Failure(
-                rank=self._rank,
-                kind=type(error).__name__,
-                sentence=str(error),
-                details=error.next_step,
-                code=MISTAKE,
-            )
-        what = traceback.format_exception_only(error)[-1].strip()
-        return Failure(
-            rank=self._rank,
-            kind=type(error).__name__,
-            sentence=f"{self._name(self._rank)} failed in {self._doing} on {socket.gethostname()}: {what}",
-            details="".join(traceback.format_exception(error)).rstrip(),
-            code=1,
-        )
-
-    def _death_of(self, dead: list[int]) -> Failure:
-        who = self._name(dead[0]) if len(dead) == 1 else self._names(dead)
-        whose = f"process {_list(self._processes[rank].pid for rank in dead)} on {socket.gethostname()}"
-        return self._lost(
-            f"{who} died in {self._doing} ({whose}): killed from outside, out of memory, or by an error that it "
-            "reported above."
-        )
-
-    def _loss_of(self, ranks: list[int], seconds: float) -> Failure:
-        hosts = sorted({self._hosts[rank] for rank in ranks})
-        what = "the node or its network is gone"
-        if self._pool is not None and min(ranks) >= self._pool.homes:
-            what = "the process, its node or the network is gone"
-        return self._lost(
-            f"No sign of life from {self._names(ranks)} on {', '.join(hosts)} for {seconds:.0f} s, in {self._doing}: "
-            f"{what}."
-        )
-
-    def _loss_of_store(self, seconds: float) -> Failure:
-        return self._lost(
-            f"The store of torch.distributed on {os.environ.get('MASTER_ADDR', 'the node of rank 0')} has not answered "
-            f"{self._name(self._rank).lower()} for {seconds:.0f} s, in {self._doing}: the node or its network is gone."
-        )
-
-    def _waited_for(self, stuck: Stuck, gone: list[int]) -> Failure:
-        wait, ranks = stuck.wait, _list(gone)
-        return Failure(
-            rank=self._rank,
-            kind="",
-            sentence=f"Rank {self._rank} waits for {wait.what} exchange {wait.number} from rank {ranks}, which has "
-            f"ended; so this rank ends too. Look at the log of rank {ranks} for the reason, and go on from the last "
-            "checkpoint.",
-            details="",
-            code=EXIT_CODE,
-        )
-
-    def _lost(self, sentence: str) -> Failure:
-        return Failure(
-            rank=self._rank, kind="", sentence=sentence, details=f"All other ranks end too. {_GO_ON}", code=1
-        )
-
-    def _name(self, rank: int) -> str:
-        return f"Rank {rank}" if self._pool is None else self._pool.name(rank)
-
-    def _names(self, ranks: list[int]) -> str:
-        homes = [rank for rank in ranks if self._pool is None or rank < self._pool.homes]
-        words = [f"ranks {_list(homes)}"] if homes else []
-        words += [self._name(rank) for rank in ranks if rank not in homes]
-        return " and ".join(words)
 
     # The end of the process.
 
@@ -396,20 +325,11 @@ class Health:
             found = failure if self._board is None else self._board.post(failure)
             if found.rank == self._rank or not found.is_mistake or found.kind != kind:
                 with suppress(OSError, ValueError):  # standard error may be closed; the process ends nevertheless
-                    self._say(found)
+                    self._reports.say(found)
                 _flush()
             if self._board is not None:
                 self._board.heard(sum(each.is_running() for each in self._processes.values()), _HEARD_S)
             self._give_up(found.code)
-
-    def _say(self, failure: Failure) -> None:
-        own = failure.rank == self._rank
-        if failure.is_mistake and own:
-            say_mistake(failure.sentence, failure.details)
-        elif failure.is_mistake:
-            logger.error("%s ended the run in %s: %s", self._name(failure.rank), self._doing, failure.sentence)
-        else:
-            logger.critical("%s\n%s", failure.sentence, failure.details)
 
     def _leave(self, code: int) -> None:
         with self._leaving:
@@ -453,10 +373,6 @@ def ends_by(seconds: float, error: DistcaError) -> Iterator[None]:
         yield
     finally:
         done.set()
-
-
-def _list(numbers: Any) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _flush() -> None:

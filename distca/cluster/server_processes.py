@@ -58,7 +58,7 @@ def _tell_homes(number: int, code: int) -> None:
 
     from distca.cluster.environment import served
     from distca.cluster.interface import LOOPBACK, pool_on_one_node
-    from distca.cluster.member import MEETING, tell_of_end
+    from distca.cluster.members import MEETING, tell_of_end
 
     place = served(os.environ | {"SERVER": str(number)})
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

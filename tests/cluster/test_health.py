@@ -22,9 +22,9 @@ import pytest
 import torch.distributed as dist
 
 from distca import log
-from distca.cluster import board, health, process
+from distca.cluster import board, failure_reports, health, process
 from distca.cluster.health import Health
-from distca.cluster.member import Members
+from distca.cluster.members import Members
 from distca.cluster.pool_store import PoolStore
 from distca.cluster.process import Member, Process
 from distca.errors import ConfigError
@@ -115,7 +115,7 @@ def _lose_a_server(space: str | None) -> list[tuple[int, list[str]]]:
         board.Board.post = lambda self, failure, seconds=3.0: failure  # the store keeps one failure
         board._PERIOD_S, board._BEAT_S = 0.1, 0.2
         health._PERIOD_S, health._LOST_S, health._STARTING_S, health._HEARD_S = 0.2, 1.5, 2.5, 0.1
-        with patch.object(health, "logger", logger):
+        with patch.object(failure_reports, "logger", logger):
             watching = Health(pool=pool, give_up=lambda code, *_, c=codes, e=ended: (c.append(code), e.set()))
             of_server = board.Board(1, list(watching._names_of_life.values()), pool.store)
             if formed:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distca.cluster import server_processes
 from distca.cluster.interface import LOOPBACK
-from distca.cluster.member import Members
+from distca.cluster.members import Members
 from distca.cluster.pool_store import PoolStore
 from distca.cluster.process import Member
 from distca.errors import LaunchError

@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from distca.cluster import health, waits
-from distca.cluster.health import EXIT_CODE, Health
+from distca.cluster.failure_reports import EXIT_CODE
+from distca.cluster.health import Health
 from distca.cluster.process import Process, _state_and_start
 from distca.cluster.waits import Wait, Waits
 
@@ -56,7 +57,7 @@ def watch(
         watching = Health(ends_with_ranks=False, give_up=lambda code: code == EXIT_CODE and ended.set())
         found = _state_and_start(peer.pid)
         assert found is not None
-        watching._rank = 4
+        watching._rank = watching._reports._rank = 4
         watching._processes = {4: Process.here(), 6: replace(Process.here(), pid=peer.pid, started=found[1])}
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 6])
         made.append(watching)

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from distca.cluster.health import EXIT_CODE
+from distca.cluster.failure_reports import EXIT_CODE
 from distca.testing.ranks import run_ranks
 from distca.transport.select import why_not_nvshmem
 from tests.gpu.nvshmem_cases import ENGINE, KERNEL, fill_little_memory, train_and_compare, treat_as_far

@@ -159,7 +159,7 @@ def _run(config: RunConfig) -> None:
         warnings.simplefilter("ignore")
         from distca.cluster.environment import launched
         from distca.cluster.health import Health
-        from distca.cluster.member import Members
+        from distca.cluster.members import Members
         from megatron_patches.ranks.world import join_world, leave_world
 
         corpus, _ = _check(config, launched().size)

@@ -18,7 +18,7 @@ from distca.attention import AttentionSpec, Kernel
 from distca.cluster.environment import check_gpus_usable, gpu_of, served
 from distca.cluster.health import Health
 from distca.cluster.interface import LOOPBACK, pool_on_one_node
-from distca.cluster.member import Members
+from distca.cluster.members import Members
 from distca.cluster.process import end_with_parent
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_memory import keep_freed_memory
