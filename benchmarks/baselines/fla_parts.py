@@ -63,7 +63,7 @@ class FlaParts:
         Raises:
             SupportError: another recurrence than the gated delta rule.
         """
-        if not what.delta or what.decay_by_channel:
+        if not what.delta:
             raise SupportError("fla's context parallelism was built here for the gated delta rule alone.")
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule

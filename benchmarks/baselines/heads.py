@@ -94,12 +94,11 @@ class GroupHeads:
         mine = replace(what, key_heads=what.key_heads // ranks, heads=what.heads // ranks)
         parts = mixed_NC.split(what.widths, dim=1)
         mixed = self._to_heads(torch.cat([part.unflatten(1, (ranks, -1)) for part in parts], dim=2))
-        gates = self._to_heads(torch.cat([x.flatten(1).unflatten(1, (ranks, -1)) for x in (g, beta_NH)], dim=2))
+        gates = self._to_heads(torch.cat([x.unflatten(1, (ranks, -1)) for x in (g, beta_NH)], dim=2))
         decay, beta = gates.split((gates.shape[1] - mine.heads, mine.heads), dim=1)
         kernel = choose_recurrent_kernel(mine, mixed_NC.device, mixed_NC.dtype)
         routes = self.routes[what.halo_rows]
         own = self._own(parameters, what)
-        decay = decay.unflatten(1, mine.decay_shape) if what.decay_by_channel else decay
         o_ThV = recurrent_core(pool, routes, mine, kernel, layer, own, mixed, decay, beta.to(beta_NH.dtype))
         o_NCF = self._to_rows(o_ThV.flatten(1))
         padding = len(mixed_NC) - self.rows

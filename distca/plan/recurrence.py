@@ -4,8 +4,7 @@ A row is one token. Each head has a *state* S [K, V], which each row reads and c
 
     S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
 
-q, k and v come from a short causal convolution over rows. Each row and head has one β, and one g
-or a g for each channel of k.
+q, k and v come from a short causal convolution over rows. Each row and head has one β and one g.
 
 Long documents are cut into *pieces*, which ranks compute at the same time. A piece turns a state S into T·S + B. T (the
 piece's *transition*) and B depend on the piece's rows only.
@@ -31,7 +30,6 @@ class Recurrence:
         key_dim: K, channels of a head of q or k.
         value_dim: V, channels of a head of v.
         normalise: whether heads of q and k are divided by their L2 norm.
-        decay_by_channel: whether each channel of k has its own g.
         kernel: rows that the convolution reads for one row: the row itself and ``kernel`` - 1 earlier rows.
         columns: the order of q, k and v among the convolution's channels.
     """
@@ -43,7 +41,6 @@ class Recurrence:
     scale: float = 1.0
     delta: bool = True
     normalise: bool = True
-    decay_by_channel: bool = False
     kernel: int = 4
     columns: tuple[Column, Column, Column] = ("q", "k", "v")
 
@@ -51,11 +48,6 @@ class Recurrence:
     def gated_delta_net(key_heads: int, heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
         """Returns the formula of a gated delta net (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5."""
         return Recurrence(key_heads, heads, key_dim, value_dim, key_dim**-0.5, kernel=kernel)
-
-    @staticmethod
-    def kimi_delta(heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
-        """Returns the formula of Kimi delta attention (arXiv 2510.26692)."""
-        return Recurrence(heads, heads, key_dim, value_dim, key_dim**-0.5, decay_by_channel=True, kernel=kernel)
 
     @staticmethod
     def mamba2(groups: int, heads: int, state_dim: int, head_dim: int, kernel: int = 4) -> Recurrence:
@@ -86,11 +78,6 @@ class Recurrence:
         return sum(self.widths)
 
     @property
-    def decay_shape(self) -> tuple[int, ...]:
-        """Returns the shape of one row's g."""
-        return (self.heads, self.key_dim) if self.decay_by_channel else (self.heads,)
-
-    @property
     def state_shape(self) -> tuple[int, int, int]:
         return self.heads, self.key_dim, self.value_dim
 
@@ -98,11 +85,8 @@ class Recurrence:
     def transition_shape(self) -> tuple[int, int, int]:
         """Returns the shape of the transitions of all heads.
 
-        With the delta rule, a head's transition is a matrix. Without it, the transition is a factor on the state, or a
-        factor for each channel of k."""
-        if self.delta:
-            return self.heads, self.key_dim, self.key_dim
-        return self.heads, self.key_dim if self.decay_by_channel else 1, 1
+        With the delta rule, a head's transition is a matrix. Without it, the transition is a factor on the state."""
+        return (self.heads, self.key_dim, self.key_dim) if self.delta else (self.heads, 1, 1)
 
     @property
     def state_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Cores of recurrent layers (linear attention, SSM): gated delta rule, Kimi delta attention and Mamba-2."""
+"""Cores of recurrent layers (linear attention, SSM): gated delta rule and Mamba-2."""
 
 from distca.plan.recurrence import Recurrence
 from distca.recurrent.convolution import CoreParameters

@@ -102,7 +102,7 @@ def core_rows(
 
     Args:
         mixed_NC: the projection's rows, the input of the convolution.
-        g: g_NH or g_NHK, passed on.
+        g: g_NH, passed on.
         beta_NH: passed on.
         halo_UC: halo rows that arrived.
         parameters: the convolution's weights.

@@ -55,7 +55,7 @@ class FlaDeltaRule:
     """One recurrence by fla-core's kernels, in bfloat16 or float16 with float32 states.
 
     Args:
-        recurrence: a recurrence with the delta rule and one decay per head.
+        recurrence: a recurrence with the delta rule.
         own_gradients: whether chunk_gradients.py replaces a kernel that fla-core refuses to run on some GPUs.
         summary_rows: the most rows of which the kernel makes one summary, a multiple of ``CHUNK_ROWS``.
     """
@@ -67,7 +67,7 @@ class FlaDeltaRule:
         from fla.ops.gated_delta_rule import chunk
         from fla.ops.utils import chunk_local_cumsum
 
-        assert recurrence.delta and not recurrence.decay_by_channel
+        assert recurrence.delta
         self.name = "fla, with gradients within chunks of our own" if own_gradients else "fla"
         self._what, self.own_gradients, self._fla = recurrence, own_gradients, chunk
         self._summary_rows = summary_rows

@@ -30,7 +30,7 @@ class CoreRows:
         q: q_NHK, repeated for the heads that share it.
         k: k_NHK, repeated for the heads that share it.
         v: v_NHV.
-        g: g_NH, or g_NHK with a decay for each channel of k: logarithms of the state's decay, 0 or less.
+        g: g_NH, logarithms of the state's decay, 0 or less.
         beta: beta_NH, factors on what each row adds to the state.
     """
 
@@ -127,7 +127,7 @@ def carried(transition: torch.Tensor, state: torch.Tensor, backward: bool = Fals
     """Applies a transition A: A·S for a state S, or Aᵀ·dS for a gradient dS of a state.
 
     Args:
-        transition: [..., H, K, K] matrices, or [..., H, K or 1, 1] diagonals of them.
+        transition: [..., H, K, K] matrices, or [..., H, 1, 1] factors.
         state: [..., H, K, V].
         backward: whether ``state`` is a gradient.
     """

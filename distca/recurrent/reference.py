@@ -116,28 +116,21 @@ def _scan(rows: CoreRows, state_HKV: torch.Tensor, what: Recurrence) -> tuple[to
 
 def _chunk(rows: CoreRows, state_HKV: torch.Tensor, what: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the outputs of a chunk's rows, heads first, and the state behind them."""
-    # "sums" are G, "decay" [H, C, D, K or 1] is e^{G_C−G_D} for rows D up to C, and "additions" become U.
+    # "sums" are G, "decay" is e^{G_C−G_D} for rows D up to C, and "additions" become U.
     q_HCK, k_HCK, v_HCV = rows.q, rows.k, rows.v
-    sums = (rows.g if what.decay_by_channel else rows.g[..., None]).cumsum(dim=1)  # [H, C, K or 1]
+    sums = rows.g[..., None].cumsum(dim=1)  # [H, C, 1]
     count = sums.shape[1]
-    apart = sums[:, :, None] - sums[:, None]  # [H, C, D, K or 1]
     behind = torch.ones(count, count, dtype=torch.bool, device=sums.device).triu(1)
-    decay = apart.masked_fill(behind[:, :, None], -torch.inf).exp()
+    apart = (sums[:, :, None] - sums[:, None])[..., 0]  # [H, C, D]
+    decay_HCD = apart.masked_fill(behind, -torch.inf).exp()
     additions = v_HCV
     if what.delta:
         additions = v_HCV - (k_HCK * sums.exp()) @ state_HKV
     additions = rows.beta[..., None] * additions
     if what.delta:
-        overlap_HCD = rows.beta[..., None] * _products(k_HCK, k_HCK, decay)
+        overlap_HCD = rows.beta[..., None] * (k_HCK @ k_HCK.mT * decay_HCD)
         additions = torch.linalg.solve_triangular(overlap_HCD.tril(-1), additions, upper=False, unitriangular=True)
-    o_HCV = (q_HCK * sums.exp()) @ state_HKV + _products(q_HCK, k_HCK, decay) @ additions
+    o_HCV = (q_HCK * sums.exp()) @ state_HKV + (q_HCK @ k_HCK.mT * decay_HCD) @ additions
     last = sums[:, -1:]
     state_HKV = last.exp().mT * state_HKV + (k_HCK * (last - sums).exp()).mT @ additions
     return what.scale * o_HCV, state_HKV
-
-
-def _products(left_HCK: torch.Tensor, right_HDK: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """[H, C, D] dot products of rows, times the decay from row D to row C; zero if D is behind C."""
-    if decay.shape[-1] == 1:
-        return (left_HCK @ right_HDK.mT) * decay[..., 0]
-    return torch.einsum("hck,hdk,hcdk->hcd", left_HCK, right_HDK, decay)

@@ -104,7 +104,7 @@ def why_not(recurrence: Recurrence, dtype: torch.dtype) -> str | None:
         return f"fla-core is {_version()}, whose inner functions are not known: install fla-core {FLA_CORE}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"fla's kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if not recurrence.delta or recurrence.decay_by_channel:
+    if not recurrence.delta:
         return "the gated delta rule alone was held against the formula there, and this is another recurrence"
     if max(recurrence.key_dim, recurrence.value_dim) > 256:
         return f"fla's kernels take heads up to 256, not {max(recurrence.key_dim, recurrence.value_dim)}"

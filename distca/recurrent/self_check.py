@@ -101,7 +101,7 @@ def drawn_rows(
     if what.normalise:
         q, k = (torch.nn.functional.normalize(each, dim=-1) for each in (q, k))
     v, do = (draw(count, what.heads, what.value_dim).to(dtype) for _ in range(2))
-    g = -0.1 * torch.nn.functional.softplus(draw(count, *what.decay_shape))
+    g = -0.1 * torch.nn.functional.softplus(draw(count, what.heads))
     beta = draw(count, what.heads).sigmoid().to(dtype)
     rows = CoreRows(*(each.to(device) for each in (q.to(dtype), k.to(dtype), v, g, beta)))
     return rows, do.to(device)

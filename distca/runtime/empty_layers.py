@@ -107,7 +107,7 @@ class EmptyRecurrentLayer:
         what, dtype = self.recurrence, torch.promote_types(self.dtype, torch.float32)
         return (
             torch.empty(0, what.channels, dtype=self.dtype, device=self.device),
-            torch.empty(0, *what.decay_shape, dtype=dtype, device=self.device),
+            torch.empty(0, what.heads, dtype=dtype, device=self.device),
             torch.empty(0, what.heads, dtype=self.dtype, device=self.device),
         )
 

@@ -76,8 +76,8 @@ class RecurrentLayer(Protocol):
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
         """Returns any number of tensors for the ``residual`` of :meth:`post`, then the core's inputs: mixed_NC, g and
-        beta_NH. mixed_NC goes into the convolution. A row multiplies the recurrence's state by exp(g), where g is g_NH
-        or g_NHK. What the row adds to the state is multiplied by beta_NH."""
+        beta_NH. mixed_NC goes into the convolution. A row multiplies the recurrence's state by exp(g), where g is g_NH.
+        What the row adds to the state is multiplied by beta_NH."""
         ...
 
     def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor: ...

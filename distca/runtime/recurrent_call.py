@@ -107,7 +107,7 @@ class RecurrentCall(LayerCall):
 
         Args:
             mixed_NC: the convolution's input: q, k and v side by side.
-            g: g_NH or g_NHK, 0 or less. A row multiplies the state by exp(g).
+            g: g_NH, 0 or less. A row multiplies the state by exp(g).
             beta_NH: factors on what each row adds to the state.
         """
         token: torch.Tensor = _Enter.apply(mixed_NC, g, beta_NH, self)
@@ -297,7 +297,7 @@ def recurrent_core(
     g: torch.Tensor,
     beta_NH: torch.Tensor,
 ) -> torch.Tensor:
-    """Runs the five nodes of a :class:`RecurrentCall` one after the other; returns o_NHV. ``g`` is g_NH or g_NHK."""
+    """Runs the five nodes of a :class:`RecurrentCall` one after the other; returns o_NHV. ``g`` is g_NH."""
     call = RecurrentCall(pool, routes, what, kernel, layer, 0)
     token = call.summarise(call.join_halo(call.launch_halo(mixed_NC, g, beta_NH)), parameters)
     return call.join_states(call.launch_states(token))

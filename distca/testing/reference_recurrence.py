@@ -25,7 +25,7 @@ def recurrent_core(
 
     Args:
         mixed_NC: rows before the convolution.
-        g: g_NH or g_NHK.
+        g: g_NH, logarithms of the decay.
         beta_NH: factors of the additions.
         parameters: of the core.
         lengths: of the documents.
@@ -58,7 +58,7 @@ def _document(
         q, k = (torch.stack([x[head // repeats] for head in range(what.heads)]) for x in (q, k))
         v = parts["v"].view(what.heads, what.value_dim)
         kept = g[row].exp()
-        state = (kept[:, :, None] if what.decay_by_channel else kept[:, None, None]) * state
+        state = kept[:, None, None] * state
         held = torch.einsum("hkv,hk->hv", state, k) if what.delta else 0.0
         state = state + torch.einsum("hk,hv->hkv", k, beta_NH[row][:, None] * (v - held))
         outputs.append(what.scale * torch.einsum("hkv,hk->hv", state, q) + skip[:, None] * v)

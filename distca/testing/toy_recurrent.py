@@ -19,7 +19,7 @@ class ToyRecurrentLayer:
 
     Attributes:
         recurrence: of the core.
-        into: [width, channels + numbers of g + heads + heads · value_dim].
+        into: [width, channels + 2 · heads + heads · value_dim].
         out: [heads · value_dim, width].
         core_parameters: of the core.
     """
@@ -41,10 +41,9 @@ class ToyRecurrentLayer:
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
         what = self.recurrence
-        decays = what.heads * (what.key_dim if what.decay_by_channel else 1)
-        widths = what.channels, decays, what.heads, what.heads * what.value_dim
+        widths = what.channels, what.heads, what.heads, what.heads * what.value_dim
         mixed, decay, beta, gate = (torch.tanh(hidden) @ self.into).split(widths, dim=1)
-        return hidden, gate, mixed, -functional.softplus(decay).unflatten(1, what.decay_shape), beta.sigmoid()
+        return hidden, gate, mixed, -functional.softplus(decay), beta.sigmoid()
 
     def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
         hidden, gate = residual
@@ -69,9 +68,8 @@ def toy_recurrent_layers(
 
     layers = []
     for what in recurrences:
-        decays = what.heads * (what.key_dim if what.decay_by_channel else 1)
         out = weight(what.heads * what.value_dim, width)
-        into = weight(width, what.channels + decays + what.heads + len(out))
+        into = weight(width, what.channels + 2 * what.heads + len(out))
         kernel = (weight(what.kernel, what.channels).detach().t().contiguous()).requires_grad_()
         more = (None, None) if what.delta else (weight(what.channels), weight(what.heads))
         layers.append(ToyRecurrentLayer(what, into, out, CoreParameters(kernel, *more)))

@@ -120,8 +120,7 @@ class PackedMicroBatch:
             layer: the layer's number on this stage, for the timeline.
             parameters: the weights of the convolution and of the recurrence.
             mixed_NC: the input of the convolution.
-            g: [N, H] or [N, H, elements of a key] logarithm of the factor by which the recurrent state decays at each
-                row.
+            g: [N, H] logarithm of the factor by which the recurrent state decays at each row.
             beta_NH: the factor by which each row's update of the recurrent state is multiplied.
 
         Raises:

@@ -8,7 +8,6 @@ from distca.recurrent import CoreParameters, Recurrence
 
 RECURRENCES = {
     "gated delta net": Recurrence.gated_delta_net(1, 2, 4, 3),
-    "kimi delta": Recurrence.kimi_delta(2, 3, 4),
     "mamba-2": Recurrence.mamba2(1, 2, 3, 4),
 }
 
@@ -23,7 +22,7 @@ def leaves_of(what: Recurrence, rows: int, seed: int) -> list[torch.Tensor]:
 
     leaves = [
         normal(rows, what.channels),
-        -torch.nn.functional.softplus(normal(rows, *what.decay_shape) - 1),
+        -torch.nn.functional.softplus(normal(rows, what.heads) - 1),
         normal(rows, what.heads).sigmoid(),
         normal(what.channels, what.kernel) / 2,
         normal(what.channels) / 4,

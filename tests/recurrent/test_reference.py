@@ -89,7 +89,7 @@ def test_a_document_in_two_pieces(name: str) -> None:
 
 def test_strong_decay_and_bfloat16() -> None:
     """What decays to nothing within a chunk overflows nowhere, and states stay in float32."""
-    what = RECURRENCES["kimi delta"]
+    what = RECURRENCES["gated delta net"]
     leaves = leaves_of(what, 33, seed=1)
     leaves[1] = leaves[1].detach() * 300
     rows = CoreRows(*(each.detach().bfloat16() for each in _packed(what, leaves, [33]).all))

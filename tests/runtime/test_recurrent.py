@@ -40,7 +40,7 @@ from tests.plan.recurrent.cases import cut_anywhere, random_cuts
 from tests.recurrent.cases import RECURRENCES
 
 RANKS, WIDTH, PADDING, TOLERANCE = 4, 6, 2, 1e-12
-GATED_DELTA_NET, KIMI_DELTA, MAMBA = RECURRENCES.values()
+GATED_DELTA_NET, MAMBA = RECURRENCES.values()
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ CASES = {
 
 
 def _layers(case: Case) -> list[ToyLayer | ToyRecurrentLayer]:
-    first, *others = toy_recurrent_layers((GATED_DELTA_NET, MAMBA, KIMI_DELTA), WIDTH, 5, case.dtype)
+    first, *others = toy_recurrent_layers((GATED_DELTA_NET, MAMBA, GATED_DELTA_NET), WIDTH, 5, case.dtype)
     return [first, *(toy_layers(1, WIDTH, 2, 1, 4, seed=5) if case.attention else ()), *others]
 
 

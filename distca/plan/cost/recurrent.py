@@ -22,9 +22,9 @@ _FORWARD, _BACKWARD = 39.5, 56.8
 
 The milliseconds are for 32,768 rows and 32 states of 128 × 128 elements, from benchmark/benchmark_results_H200.txt of
 github.com/QwenLM/FlashQLA."""
-_BY_CHANNEL, _WITHOUT_DELTA = 1.5, 2 / 3
-"""Factors on the figures above: for a decay in each channel, and for a recurrence without the delta rule. The first is
-a guess, and the second is the ratio of operations. Neither was measured."""
+_WITHOUT_DELTA = 2 / 3
+"""The factor on the figures above for a recurrence without the delta rule: the ratio of operations. It was not
+measured."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,5 @@ class CoreWeights:
 
 
 def core_weights(what: Recurrence) -> CoreWeights:
-    factor = (1.0 if what.delta else _WITHOUT_DELTA) * (_BY_CHANNEL if what.decay_by_channel else 1.0)
-    size = factor * math.prod(what.state_shape)
+    size = (1.0 if what.delta else _WITHOUT_DELTA) * math.prod(what.state_shape)
     return CoreWeights(_FORWARD * size, _BACKWARD * size)
