@@ -17,7 +17,8 @@ from distca.train.checkpoint.integrity import (
     clear_mark,
     files_of,
 )
-from distca.train.run.run_folder import Checkpoint, RunFolder, hold
+from distca.train.run.folder_choice import hold
+from distca.train.run.run_folder import Checkpoint, RunFolder
 from distca.words import count, format_bytes
 
 __all__ = ["list_checkpoints", "prune", "verify"]

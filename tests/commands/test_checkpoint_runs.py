@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from distca.commands.main import main
-from distca.train.run.run_folder import Checkpoint, RunFolder, hold, newest_intact
+from distca.train.run.folder_choice import hold
+from distca.train.run.run_folder import Checkpoint, RunFolder, newest_intact
 
 
 @pytest.fixture

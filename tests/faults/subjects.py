@@ -187,8 +187,9 @@ class _Resumed:
 
     def _resume(self, run: Path) -> int:
         from distca.train.checkpoint.checkpoints import check_contents_together, check_fits
+        from distca.train.run.folder_choice import resume_run_folder
         from distca.train.run.main import _intact
-        from distca.train.run.run_folder import resume_run_folder, warn_of_damage
+        from distca.train.run.run_folder import warn_of_damage
 
         warn_of_damage.cache_clear()
         config = parse_run_config([*self._line, "--checkpoint.resume", str(run)])

@@ -15,7 +15,8 @@ import pytest
 from distca.errors import CheckpointError, ConfigError
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
-from distca.train.run.run_folder import RunFolder, create_run_folder
+from distca.train.run.folder_choice import create_run_folder
+from distca.train.run.run_folder import RunFolder
 from tests.train.small_runs import arguments, train_all, write_texts
 
 

@@ -16,7 +16,8 @@ from distca.models.tensors import TensorFiles
 from distca.train.checkpoint.integrity import COMPLETE
 from distca.train.config.initial import context_warning, description_of
 from distca.train.config.schema import RunConfig
-from distca.train.run.run_folder import Checkpoint, resume_run_folder
+from distca.train.run.folder_choice import resume_run_folder
+from distca.train.run.run_folder import Checkpoint
 from distca.words import format_bytes
 
 if TYPE_CHECKING:

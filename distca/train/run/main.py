@@ -23,15 +23,8 @@ from distca.train.config.validate_servers import servers_not_started
 from distca.train.config.without_effect import without_effect
 from distca.train.launch.check import read_check
 from distca.train.metrics.writer import check_wandb
-from distca.train.run.run_folder import (
-    Checkpoint,
-    RunFolder,
-    create_run_folder,
-    hold,
-    newest_intact,
-    resume_run_folder,
-    warn_of_damage,
-)
+from distca.train.run.folder_choice import create_run_folder, hold, resume_run_folder
+from distca.train.run.run_folder import Checkpoint, RunFolder, newest_intact, warn_of_damage
 from distca.words import count
 
 if TYPE_CHECKING:

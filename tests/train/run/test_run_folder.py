@@ -13,7 +13,8 @@ from distca.train.checkpoint.checkpoints import _identity, changes_since, check_
 from distca.train.checkpoint.integrity import check_contents, check_undamaged
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import CheckpointConfig, OptimizerConfig, RunConfig
-from distca.train.run.run_folder import RunFolder, create_run_folder, hold, resume_run_folder
+from distca.train.run.folder_choice import create_run_folder, hold, resume_run_folder
+from distca.train.run.run_folder import RunFolder
 
 
 def config_in(folder: Path, resume: str | None = None) -> RunConfig:
