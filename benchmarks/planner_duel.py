@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from distca.baselines.dealing import Work, deal
-from distca.baselines.layouts import Pieces, head_tail, layout_of, whole, zigzag
+from distca.baselines.layouts import HomePieces, head_tail, layout_of, whole, zigzag
 from distca.data.mixes import sample_mix
 from distca.plan import Links, Plan, imbalance, lay_out, plan_at_home, plan_micro_batch, server_seconds, traffic
 from distca.plan.cost.linear import layer_weights
@@ -79,7 +79,7 @@ def judged(found: Found, lengths: np.ndarray, servers: int) -> dict[str, float]:
     }
 
 
-def timed(lengths: np.ndarray, servers: int, pieces: Callable[[], Pieces], note: str = "") -> Found:
+def timed(lengths: np.ndarray, servers: int, pieces: Callable[[], HomePieces], note: str = "") -> Found:
     """A balancer that says where rows live, and computes them there."""
     began = time.process_time()
     made = pieces()
@@ -107,7 +107,7 @@ def variable(lengths: np.ndarray, servers: int) -> Found:
     attention time, whatever tokens it has then."""
     work = Work(LINEAR, float(COST.per_direction("both", *(np.array([65_536]),) * 2).sum()) / (65_536 * 65_537 / 2))
 
-    def pieces() -> Pieces:
+    def pieces() -> HomePieces:
         found = deal(lengths, servers, work)
         assert found is not None
         return whole(lengths, found)
@@ -151,7 +151,7 @@ def torch_ptrr(lengths: np.ndarray, servers: int) -> Found:
 
     ends = np.cumsum(lengths)
 
-    def pieces() -> Pieces:
+    def pieces() -> HomePieces:
         blocks = np.arange(int(ends[-1]) // BLOCK)
         # Unmasked blocks of keys of a block's last row: back to where its document begins.
         last = (blocks + 1) * BLOCK - 1
@@ -166,7 +166,7 @@ def torch_ptrr(lengths: np.ndarray, servers: int) -> Found:
         rank = rank_of_block[cuts // BLOCK]
         begins = (ends - lengths)[document]
         order = np.argsort(rank, kind="stable")
-        made = Pieces(document, cuts - begins, tops - begins, rank, np.zeros(len(cuts), bool))
+        made = HomePieces(document, cuts - begins, tops - begins, rank, np.zeros(len(cuts), bool))
         return made.where(order)
 
     return timed(lengths, servers, pieces)
@@ -215,7 +215,7 @@ def _members(group: list[list[int]], lengths: np.ndarray, servers: int) -> Plan:
         columns.append(np.stack((made.document + number, made.start, made.stop, ranks[made.rank], made.late)))
     document, start, stop, rank, late = np.concatenate(columns, axis=1)
     order = np.argsort(rank, kind="stable")
-    pieces = Pieces(document, start, stop, rank, late.astype(bool)).where(order)
+    pieces = HomePieces(document, start, stop, rank, late.astype(bool)).where(order)
     return plan_at_home(layout_of(pieces, lengths[chosen], servers))
 
 

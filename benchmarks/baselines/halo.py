@@ -22,7 +22,7 @@ from benchmarks.baselines.groups import CpGroup
 from benchmarks.baselines.per_document import Gathered, GatheredMicroBatch
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
-from distca.baselines.layouts import Pieces
+from distca.baselines.layouts import HomePieces
 from distca.device.host_to_device import Destination, to_device
 from distca.plan import AttentionKind, Layout
 from distca.plan.geometry import first_key
@@ -65,7 +65,7 @@ class Halo:
     keep: bool = True
 
     @staticmethod
-    def of(pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: Destination, window: int) -> Halo:
+    def of(pieces: HomePieces, lengths: np.ndarray, group: CpGroup, device: Destination, window: int) -> Halo:
         """This rank's halo. ``pieces``: of all groups."""
         members = range(group.size)
         place = pieces.rank - group.number * group.size
@@ -148,7 +148,7 @@ class _Reads:
     at: np.ndarray
 
     @staticmethod
-    def of(pieces: Pieces, offset: np.ndarray, window: int) -> _Reads:
+    def of(pieces: HomePieces, offset: np.ndarray, window: int) -> _Reads:
         first = first_key(window, pieces.start)
         before, rows = pieces.start - first, pieces.stop - first
         begin = np.cumsum(rows) - rows
@@ -181,7 +181,7 @@ class HaloMicroBatch(GatheredMicroBatch):
 
     @staticmethod
     def with_halos(
-        pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: Destination, windows: Iterable[int]
+        pieces: HomePieces, lengths: np.ndarray, group: CpGroup, device: Destination, windows: Iterable[int]
     ) -> HaloMicroBatch:
         """This rank's micro-batch. ``pieces``: head–tail pieces of all groups."""
         whole = GatheredMicroBatch.of(pieces, lengths, group, device, keep=True)

@@ -25,7 +25,7 @@ from benchmarks.baselines.rows import Picked
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
 from distca.attention.sink import sink_gradient, with_sink
-from distca.baselines.layouts import Pieces
+from distca.baselines.layouts import HomePieces
 from distca.device.host_to_device import Destination
 from distca.plan import AttentionKind
 from distca.plan.sorting import expand
@@ -76,7 +76,7 @@ class GatheredMicroBatch(PackedMicroBatch):
 
     @staticmethod
     def of(
-        pieces: Pieces,
+        pieces: HomePieces,
         lengths: np.ndarray,
         group: CpGroup,
         device: Destination,
@@ -98,7 +98,7 @@ class GatheredMicroBatch(PackedMicroBatch):
         place[expand(offset[ours.document] + ours.start, ours.rows)] = expand(gathered, ours.rows)
         mine = ours.where(ours.rank == first_rank + group.rank)
 
-        def context(chosen: Pieces) -> Picked:
+        def context(chosen: HomePieces) -> Picked:
             read = place[expand(offset[chosen.document], chosen.stop)]
             return Picked.of(read, np.ones_like(read), device)
 

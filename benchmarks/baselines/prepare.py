@@ -17,7 +17,7 @@ from benchmarks.baselines.per_document import GatheredMicroBatch
 from benchmarks.baselines.ring import RingMicroBatch
 from benchmarks.baselines.ulysses import UlyssesMicroBatch
 from distca.attention import TaskBatch
-from distca.baselines.layouts import Pieces, layout_of, pieces_of
+from distca.baselines.layouts import HomePieces, layout_of, pieces_of
 from distca.baselines.mode import Mode
 from distca.device.host_to_device import Destination, Upload, uploading
 from distca.plan import AttentionShape, Layout
@@ -88,7 +88,7 @@ class Baseline:
                 attention = self._attention(pieces, lengths, self.group, upload)
         return Prepared(layout, attention, self._bytes_moved(layout))
 
-    def _attention(self, pieces: Pieces, lengths: np.ndarray, group: CpGroup, upload: Upload) -> PackedMicroBatch:
+    def _attention(self, pieces: HomePieces, lengths: np.ndarray, group: CpGroup, upload: Upload) -> PackedMicroBatch:
         method = self.mode.method
         if method == "ring":
             return RingMicroBatch.of(pieces, group, upload)

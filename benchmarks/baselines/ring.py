@@ -22,7 +22,7 @@ from benchmarks.baselines.groups import CpGroup
 from benchmarks.baselines.rows import Picked
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
-from distca.baselines.layouts import Pieces
+from distca.baselines.layouts import HomePieces
 from distca.device.host_to_device import Destination
 from distca.plan import AttentionKind
 from megatron_patches.steps.batch_context import PackedMicroBatch
@@ -65,7 +65,7 @@ class RingMicroBatch(PackedMicroBatch):
         return _Ring.apply(q_NHD, k_NGD, v_NGD, self, kernel, kind, timer)
 
     @staticmethod
-    def of(pieces: Pieces, group: CpGroup, device: Destination) -> RingMicroBatch:
+    def of(pieces: HomePieces, group: CpGroup, device: Destination) -> RingMicroBatch:
         """This rank's micro-batch. ``pieces``: zigzag chunks of all groups' sequences."""
         held = [_Held.of(pieces, group.number * group.size + rank) for rank in range(group.size)]
         mine = held[group.rank]
@@ -103,7 +103,7 @@ class _Held:
     early_rows: np.ndarray
 
     @staticmethod
-    def of(pieces: Pieces, rank: int) -> _Held:
+    def of(pieces: HomePieces, rank: int) -> _Held:
         mine = pieces.where(pieces.rank == rank)
         first = mine.first_rows()
         document, at = np.unique(mine.document, return_index=True)

@@ -21,7 +21,7 @@ from benchmarks.baselines.fla_parts import FlaParts
 from benchmarks.baselines.groups import CpGroup
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
-from distca.baselines.layouts import Pieces
+from distca.baselines.layouts import HomePieces
 from distca.device.host_to_device import Destination
 from distca.plan import AttentionKind
 from distca.recurrent import Recurrence
@@ -66,7 +66,7 @@ class UlyssesMicroBatch(PackedMicroBatch):
 
     @staticmethod
     def of(
-        pieces: Pieces,
+        pieces: HomePieces,
         lengths: np.ndarray,
         group_of: np.ndarray,
         group: CpGroup,

@@ -14,7 +14,7 @@ from distca.plan import Layout, Shards
 
 
 @dataclass(frozen=True)
-class Pieces:
+class HomePieces:
     """Ranges of documents and where they live, in the order of rows on each rank.
 
     Attributes:
@@ -36,9 +36,9 @@ class Pieces:
         """[P] rows of each piece."""
         return self.stop - self.start
 
-    def where(self, chosen: np.ndarray) -> Pieces:
+    def where(self, chosen: np.ndarray) -> HomePieces:
         """The chosen pieces, by mask or numbers."""
-        return Pieces(*(x[chosen] for x in (self.document, self.start, self.stop, self.rank, self.late)))
+        return HomePieces(*(x[chosen] for x in (self.document, self.start, self.stop, self.rank, self.late)))
 
     def first_rows(self) -> np.ndarray:
         """[P] row of each piece on its rank."""
@@ -49,7 +49,7 @@ class Pieces:
         return first
 
 
-def layout_of(pieces: Pieces, lengths: np.ndarray, ranks: int) -> Layout:
+def layout_of(pieces: HomePieces, lengths: np.ndarray, ranks: int) -> Layout:
     """The layout that reads and labels these pieces."""
     order = np.lexsort((pieces.start, pieces.document))
     columns = (pieces.document, pieces.start, pieces.stop, pieces.rank, pieces.first_rows())
@@ -59,13 +59,13 @@ def layout_of(pieces: Pieces, lengths: np.ndarray, ranks: int) -> Layout:
     return Layout(ranks, np.zeros(len(lengths), np.int64), np.asarray(lengths, np.int64), shards, shards, rows, none)
 
 
-def whole(lengths: np.ndarray, rank_of: np.ndarray) -> Pieces:
+def whole(lengths: np.ndarray, rank_of: np.ndarray) -> HomePieces:
     """Whole documents on their ranks."""
     documents = np.arange(len(lengths))
-    return Pieces(documents, np.zeros_like(documents), np.asarray(lengths), rank_of, np.zeros(len(lengths), bool))
+    return HomePieces(documents, np.zeros_like(documents), np.asarray(lengths), rank_of, np.zeros(len(lengths), bool))
 
 
-def head_tail(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
+def head_tail(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> HomePieces:
     """Every document in 2 · degree pieces. Rank r of its group holds number r and number 2 · degree − 1 − r.
 
     Pieces differ by at most a token. The odd tokens go round over the ranks, so the ranks of a group hold equally many
@@ -90,18 +90,18 @@ def head_tail(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
             piece = 2 * degree - 1 - rank if late else rank
             begin = starts[:, degree - 1] if late and rank == degree - 1 else starts[:, piece]
             home = group_of * degree + rank
-            parts.append(Pieces(np.arange(len(length)), begin, stops[:, piece], home, np.full(len(length), late)))
+            parts.append(HomePieces(np.arange(len(length)), begin, stops[:, piece], home, np.full(len(length), late)))
     return _filled(parts)
 
 
-def zigzag(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
+def zigzag(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> HomePieces:
     """Each group's documents as one sequence in 2 · degree equal chunks. Rank r holds number r and number 2 · degree −
     1 − r."""
     pieces = _cut_sequences(lengths, group_of, 2 * degree)
     chunk = pieces.rank % (2 * degree)
     late = chunk >= degree
     group = pieces.rank // (2 * degree)
-    pieces = Pieces(
+    pieces = HomePieces(
         pieces.document,
         pieces.start,
         pieces.stop,
@@ -112,12 +112,12 @@ def zigzag(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
     return pieces.where(np.argsort(pieces.rank, kind="stable"))
 
 
-def contiguous(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
+def contiguous(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> HomePieces:
     """Each group's documents as one sequence in ``degree`` equal parts, one for each rank."""
     return _cut_sequences(lengths, group_of, degree)
 
 
-def pieces_of(mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Pieces:
+def pieces_of(mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> HomePieces:
     """The pieces of a mode that is not DistCA; [D] ``group_of`` as :func:`distca.baselines.dealing.groups_of` says."""
     methods = {"cp": head_tail, "cp-keep": head_tail, "cp-halo": head_tail, "ring": zigzag, "ulysses": contiguous}
     methods |= {"megatron-te-p2p": head_tail, "megatron-te-a2a": head_tail}
@@ -126,7 +126,7 @@ def pieces_of(mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Pieces:
     return methods[mode.method](lengths, group_of, mode.degree)
 
 
-def _cut_sequences(lengths: np.ndarray, group_of: np.ndarray, parts: int) -> Pieces:
+def _cut_sequences(lengths: np.ndarray, group_of: np.ndarray, parts: int) -> HomePieces:
     """Every group's documents, one after the other, cut into equal parts; ``rank`` is group · parts + part."""
     found = []
     for group in np.unique(group_of):
@@ -140,12 +140,14 @@ def _cut_sequences(lengths: np.ndarray, group_of: np.ndarray, parts: int) -> Pie
         at = np.searchsorted(ends, cuts, side="right")
         part = np.searchsorted(bounds, cuts, side="right") - 1
         begin = cuts - (ends - own)[at]
-        found.append(Pieces(documents[at], begin, begin + tops - cuts, group * parts + part, np.zeros(len(cuts), bool)))
+        found.append(
+            HomePieces(documents[at], begin, begin + tops - cuts, group * parts + part, np.zeros(len(cuts), bool))
+        )
     return _filled(found)
 
 
-def _filled(parts: list[Pieces]) -> Pieces:
+def _filled(parts: list[HomePieces]) -> HomePieces:
     """All parts, without their empty pieces."""
     columns = ("document", "start", "stop", "rank", "late")
-    joined = Pieces(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
+    joined = HomePieces(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
     return joined.where(joined.rows > 0)

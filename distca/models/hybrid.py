@@ -17,7 +17,7 @@ _ALL = _MIXERS + MLP + EXPERTS
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitSymbols:
     """A mixer and what follows it.
 
     Attributes:
@@ -66,11 +66,11 @@ class Hybrid:
         size = layers // stages
         return "|".join(symbols[begin : begin + size] for begin in range(0, len(symbols), size))
 
-    def units(self, layers: int) -> list[Unit]:
+    def units(self, layers: int) -> list[UnitSymbols]:
         """Returns the mixers with what follows them."""
         symbols = [*self.symbols(layers), ATTENTION]
         pairs = pairwise(symbols)
-        return [Unit(one, "" if after in _MIXERS else after) for one, after in pairs if one in _MIXERS]
+        return [UnitSymbols(one, "" if after in _MIXERS else after) for one, after in pairs if one in _MIXERS]
 
     def mixers(self, layers: int) -> list[int]:
         """Returns for each layer the number of the mixer that it is, or that it follows."""

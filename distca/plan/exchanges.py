@@ -99,7 +99,7 @@ class RowExchange:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ReadRanges:
     """Ranges of rows that servers read, for all ranks; N pieces.
 
     Attributes:
@@ -119,7 +119,7 @@ class Pieces:
     @staticmethod
     def of(
         reads: Reads, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
-    ) -> tuple[Pieces, Pieces]:
+    ) -> tuple[ReadRanges, ReadRanges]:
         """Returns the pieces that servers receive from homes, and the pieces that servers receive from gateways.
 
         Args:
@@ -136,8 +136,8 @@ class Pieces:
         home, server, rows = reads.home, reads.server, reads.rows
         # Piece on[n] comes from a gateway, which itself reads piece gateway[n]. Both pieces begin with the same row.
         return (
-            Pieces(home[from_home], server[from_home], source[from_home], destination[from_home], rows[from_home]),
-            Pieces(server[gateway], server[on], destination[gateway], destination[on], rows[on]),
+            ReadRanges(home[from_home], server[from_home], source[from_home], destination[from_home], rows[from_home]),
+            ReadRanges(server[gateway], server[on], destination[gateway], destination[on], rows[on]),
         )
 
 
@@ -149,7 +149,7 @@ class Exchanges:
         only: the one rank that :meth:`of` will be called for, so that less is computed; None for all ranks.
     """
 
-    def __init__(self, pieces: Pieces, source_rows: np.ndarray, only: int | None) -> None:
+    def __init__(self, pieces: ReadRanges, source_rows: np.ndarray, only: int | None) -> None:
         ranks = len(source_rows)
         home, server, rows = pieces.sender, pieces.server, pieces.rows
         source, destination = pieces.source, pieces.destination

@@ -21,7 +21,7 @@ from typing import overload
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan.exchanges import Exchanges, Pieces, RowExchange, Segments
+from distca.plan.exchanges import Exchanges, ReadRanges, RowExchange, Segments
 from distca.plan.network import Links
 from distca.plan.plan import Plan
 from distca.plan.tasks import Tasks
@@ -95,8 +95,8 @@ class Routes(Sequence[Route]):
         self._received_rows = np.diff(np.append(0, np.cumsum(rows))[last_bounds])
         q_offset = _offsets_within_server(tasks, self._bounds, q_rows)
         kv_offset = _offsets_within_server(last, last_bounds, rows)
-        q, _ = Pieces.of(plan.q_reads, tasks.start, q_offset, layout.q)
-        kv, relay = Pieces.of(plan.kv_reads, contexts.begin, kv_offset, layout.kv, links, layout.ranks)
+        q, _ = ReadRanges.of(plan.q_reads, tasks.start, q_offset, layout.q)
+        kv, relay = ReadRanges.of(plan.kv_reads, contexts.begin, kv_offset, layout.kv, links, layout.ranks)
         self._q = Exchanges(q, layout.q_rows, only)
         self._kv = Exchanges(kv, layout.kv_rows, only)
         self._relay = Exchanges(relay, self._received_rows, only) if len(relay.rows) else None

@@ -34,7 +34,7 @@ from distca.recurrent.convolution import core_rows
 from distca.recurrent.kernel import wide
 from distca.runtime.kept_rows import moved
 from distca.runtime.nodes import LayerCall, Node, graph_token
-from distca.runtime.recurrent_pieces import Pieces, States, states_before
+from distca.runtime.recurrent_pieces import RankPieces, States, states_before
 from distca.runtime.recurrent_routes import RecurrentRoutes, StateRoutes
 from distca.runtime.server import AttentionPool
 
@@ -60,7 +60,7 @@ class RecurrentCall(LayerCall):
     ) -> None:
         super().__init__(pool, layer, nano, pool.homes or pool.transport)
         self._routes, self._what, self._before = routes, what, before
-        self._pieces = Pieces(routes, kernel)
+        self._pieces = RankPieces(routes, kernel)
         self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g and beta_NH of launch_halo
         self._parameters: CoreParameters | None = None
         self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch

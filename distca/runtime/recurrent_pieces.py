@@ -19,7 +19,7 @@ States = Mapping[int, torch.Tensor]
 """States or their gradients, by the index of a piece on this rank or by the index of a document."""
 
 
-class Pieces:
+class RankPieces:
     """This rank's pieces of one nano-batch, and the kernel that computes them.
 
     Attributes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca.baselines import BaselineError, Mode, Work, groups_of, pieces_of
-from distca.baselines.layouts import Pieces, layout_of
+from distca.baselines.layouts import HomePieces, layout_of
 from distca.baselines.mode import BY_HEADS, RINGS
 from distca.data.sampler import MicroBatch
 from distca.plan import CostModel, plan_at_home, traffic
@@ -95,7 +95,7 @@ def work_of(job: Job) -> Work:
     return Work(layer * job.model.matmul_weights + output * head + per_token, per_pair)
 
 
-def pieces_of_micro_batch(job: Job, mode: Mode, micro_batch: MicroBatch, bins: int) -> tuple[np.ndarray, Pieces]:
+def pieces_of_micro_batch(job: Job, mode: Mode, micro_batch: MicroBatch, bins: int) -> tuple[np.ndarray, HomePieces]:
     """Returns the group [D] of each document of a micro-batch, and the pieces into which the mode cuts documents.
 
     Raises:
@@ -148,7 +148,7 @@ def deal_micro_batch(
     return tuple(of_kind(kind.window, cost) for kind, cost in zip(job.kinds, job.costs, strict=True))
 
 
-def _with_halos(job: Job, gathering: Dealt, pieces: Pieces, lengths: np.ndarray, window: int) -> Dealt:
+def _with_halos(job: Job, gathering: Dealt, pieces: HomePieces, lengths: np.ndarray, window: int) -> Dealt:
     """Returns the micro-batch for layers with a window, in which ranks get only the rows that their windows see.
 
     Each row travels once to a rank. Gradients go back the same way."""
@@ -211,7 +211,7 @@ def _of_the_fullest(rows: np.ndarray, degree: int) -> np.ndarray:
     return np.repeat(rows.reshape(-1, degree).max(axis=1), degree)
 
 
-def _block(job: Job, cost: CostModel, pieces: Pieces) -> Block:
+def _block(job: Job, cost: CostModel, pieces: HomePieces) -> Block:
     """Returns core attention in one part: each rank computes its pieces' queries over all keys up to them."""
     seconds = cost.per_direction("both", pieces.rows, pieces.stop) * job.rates.attention_factor
     return Block(*(np.bincount(pieces.rank, each, job.data_parallel) for each in seconds))
@@ -224,7 +224,7 @@ def _by_heads(job: Job, cost: CostModel, mode: Mode, lengths: np.ndarray, group_
     return Block(*(np.repeat(np.bincount(group_of, each, groups), mode.degree) for each in seconds))
 
 
-def _ring_blocks(job: Job, degree: int, pieces: Pieces, documents: int) -> tuple[Block, ...]:
+def _ring_blocks(job: Job, degree: int, pieces: HomePieces, documents: int) -> tuple[Block, ...]:
     """Returns core attention of a ring, a part for each step.
 
     A rank of a ring holds an early and a late chunk of each document. With 2 ranks and chunks 0 to 3, rank 0 has chunks

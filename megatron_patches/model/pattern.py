@@ -28,7 +28,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Unit:
+class MixerLayer:
     """A unit of the model.
 
     Attributes:
@@ -40,12 +40,12 @@ class Unit:
     layer_number: int
 
 
-def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
+def units_of(config: TransformerConfig, pattern: str) -> list[MixerLayer]:
     """Returns the units of a whole model; ``pattern`` is empty for a GPTModel."""
     if pattern:
-        return [Unit(symbol, number) for number, symbol in enumerate(layers_of(pattern), 1) if symbol in MIXERS]
+        return [MixerLayer(symbol, number) for number, symbol in enumerate(layers_of(pattern), 1) if symbol in MIXERS]
     numbers = range(1, config.num_layers + 1)
-    return [Unit(DELTA_NET if is_recurrent(config, number) else ATTENTION, number) for number in numbers]
+    return [MixerLayer(DELTA_NET if is_recurrent(config, number) else ATTENTION, number) for number in numbers]
 
 
 def layers_of(pattern: str) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.exchanges import Exchanges, Pieces, RowExchange, Segments
+from distca.plan.exchanges import Exchanges, ReadRanges, RowExchange, Segments
 from distca.plan.recurrent.pieces import DocumentPieces, numbered
 from distca.plan.sorting import expand
 
@@ -156,7 +156,7 @@ def _exchange(
     what, to = piece[pairs], reader[pairs]
     destination = numbered(to, what)
     exchange = Exchanges(
-        Pieces(home[what], to, source[what], destination, np.ones_like(what)),
+        ReadRanges(home[what], to, source[what], destination, np.ones_like(what)),
         np.bincount(home[sent], minlength=ranks),
         rank,
     )

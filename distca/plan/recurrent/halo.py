@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.exchanges import Exchanges, Pieces, RowExchange, Segments
+from distca.plan.exchanges import Exchanges, ReadRanges, RowExchange, Segments
 from distca.plan.layout import overlaps
 from distca.plan.recurrent.pieces import DocumentPieces, numbered
 from distca.plan.sorting import expand
@@ -61,7 +61,7 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
         to, what = np.divmod(travels, max(len(given), 1))
         destination = numbered(to)
         exchange = Exchanges(
-            Pieces(given[what] // span, to, place[what], destination, np.ones_like(to)),
+            ReadRanges(given[what] // span, to, place[what], destination, np.ones_like(to)),
             np.bincount(given // span, minlength=ranks),
             rank,
         )
