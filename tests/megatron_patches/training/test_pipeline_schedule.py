@@ -93,7 +93,7 @@ def _over_little_memory(capacities):
     for capacity in capacities:
         made = []
 
-        def transport(name, group, buffer_gb, capacity=capacity, made=made):
+        def transport(name, group, buffer_gb, waits_at_once, capacity=capacity, made=made):
             made.append(OneSidedTransport(host_fabric.HostFabric(capacity), "host", CollectiveTransport(group)))
             return made[0]
 
