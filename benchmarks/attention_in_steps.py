@@ -23,7 +23,7 @@ from benchmarks.tables import MIXES, Figures, kept, rows
 from distca.plan import CostModel
 from distca.plan.cost.table_file import open_table
 from distca.simulate import Workload
-from distca.simulate.baseline import pieces_of_micro_batch
+from distca.simulate.baseline_attention import pieces_of_micro_batch
 from distca.simulate.cad import planned
 from distca.versions import command_line, versions, write_report
 

@@ -19,7 +19,8 @@ from distca.plan import StepPlan, context_rows
 from distca.plan.metrics import receive_buffer_gb
 from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.simulate import memory, one_f_one_b
-from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
+from distca.simulate.baseline import BaselineLayers
+from distca.simulate.baseline_attention import DealtAttention, deal_micro_batch, work_of
 from distca.simulate.baseline_recurrent import check_heads
 from distca.simulate.cad import Cad, planned
 from distca.simulate.job import VALUE, Job
@@ -125,7 +126,12 @@ def _states(job: Job, plan: StepPlan) -> memory.StateBytes | None:
 
 
 def _without_stages(
-    job: Job, mode: Mode, workload: Workload, dealt: list[tuple[Dealt, ...]], hidden: bool, watched: Collection[int]
+    job: Job,
+    mode: Mode,
+    workload: Workload,
+    dealt: list[tuple[DealtAttention, ...]],
+    hidden: bool,
+    watched: Collection[int],
 ) -> Prediction:
     """Returns the prediction of a baseline without pipeline stages."""
     streams = Streams(job.stage_fabric, rendezvous=True, watched=watched)
@@ -143,7 +149,12 @@ def _without_stages(
 
 
 def _with_stages(
-    job: Job, mode: Mode, workload: Workload, dealt: list[tuple[Dealt, ...]], hidden: bool, watched: Collection[int]
+    job: Job,
+    mode: Mode,
+    workload: Workload,
+    dealt: list[tuple[DealtAttention, ...]],
+    hidden: bool,
+    watched: Collection[int],
 ) -> Prediction:
     """Returns the prediction of a baseline with pipeline stages and the schedule 1F1B.
 
@@ -190,7 +201,9 @@ class _Stage:
     sent: np.ndarray
 
     @staticmethod
-    def of(job: Job, mode: Mode, dealt: list[tuple[Dealt, ...]], rows: np.ndarray, hidden: bool, stage: int) -> _Stage:
+    def of(
+        job: Job, mode: Mode, dealt: list[tuple[DealtAttention, ...]], rows: np.ndarray, hidden: bool, stage: int
+    ) -> _Stage:
         forward, backward = np.zeros((2, len(dealt), job.data_parallel))
         busy, exposed, attention, sent = np.zeros((4, job.data_parallel))
         together = math.lcm(mode.degree, job.servers_of_experts)
@@ -230,7 +243,7 @@ def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int)
     return spans
 
 
-def _baseline_memory(job: Job, mode: Mode, dealt: list[tuple[Dealt, ...]], stage: int) -> np.ndarray:
+def _baseline_memory(job: Job, mode: Mode, dealt: list[tuple[DealtAttention, ...]], stage: int) -> np.ndarray:
     """Returns [L] bytes of memory of a stage's ranks with a baseline at the peak."""
     in_flight, last = min(job.pp - stage, len(dealt)), stage == job.pp - 1
     peak = np.zeros(job.data_parallel)
