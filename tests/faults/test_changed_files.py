@@ -12,7 +12,8 @@ import pytest
 from distca.data.texts import open_texts
 from distca.errors import DataError, ModelError
 from distca.models.tensors import INDEX, TensorFiles
-from tests.faults.changed_files import QUICK, SUBJECTS, prepare, run_cases
+from tests.faults.changed_files import run_cases
+from tests.faults.changed_folders import QUICK, SUBJECTS, prepare
 
 
 def test_a_sample_of_changed_files() -> None:
