@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from distca.train.metrics.expert_load import expert_values
 from distca.train.metrics.flops import mfu, model_flops, peak_seconds
 from distca.train.metrics.phase_table import PhaseTable, measured_phases
 from distca.train.metrics.progress import SMOOTHED, RunSummary
+from distca.train.metrics.running_means import RunningMeans
 from distca.train.metrics.slow_ranks import STEPS, SlowRanks, speeds_as_measured
 from distca.train.run.builder import Trainer
 from distca.train.run.memory import GIB, predict_memory
@@ -330,46 +329,3 @@ def _added(total: np.ndarray, more: np.ndarray) -> np.ndarray:
 def _over_phases(seconds: np.ndarray) -> float:
     """Slowest over mean, where every phase lasts as long as its slowest rank; 1 for no work at all."""
     return float(slowest_first(seconds[None])[0, 0])
-
-
-@dataclass
-class _Column:
-    first: float
-    largest: float
-    total: float = 0.0
-    count: int = 0
-
-
-class RunningMeans:
-    """Figures by name; steps may lack some.
-
-    Attributes:
-        steps: how many were added.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._columns: dict[str, _Column] = {}
-
-    def add(self, values: Mapping[str, object]) -> None:
-        """Take in a step; what is no number does not count."""
-        self.steps += 1
-        for key, value in values.items():
-            if isinstance(value, int | float):
-                column = self._columns.setdefault(key, _Column(value, value))
-                column.largest = max(column.largest, value)
-                column.total += value
-                column.count += 1
-
-    def largest(self, key: str) -> float | None:
-        """The largest value of all steps."""
-        return self._columns[key].largest if key in self._columns else None
-
-    def mean(self, key: str, *, but_first: bool = False) -> float | None:
-        """Over the steps that have it; ``but_first`` leaves out the first of them if there are others."""
-        if key not in self._columns:
-            return None
-        column = self._columns[key]
-        if but_first and column.count > 1:
-            return (column.total - column.first) / (column.count - 1)
-        return column.total / column.count

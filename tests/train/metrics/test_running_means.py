@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.train.metrics.step_record import RunningMeans
+from distca.train.metrics.running_means import RunningMeans
 
 figure = st.one_of(st.none(), st.just("text"), st.floats(-1e3, 1e3))
 
