@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import slow_network
 from benchmarks.slow_network import Cores, _check, _report, rate_of, run
 from distca.errors import ConfigError, LaunchError
 from distca.testing.nodes import why_not
+from tests.testing.forked_nodes import ForkedNodes
 
 SETTINGS = ["--model.layers", "1", "--model.hidden", "128", "--model.ffn", "128", "--model.heads", "4"]
 SETTINGS += ["--model.kv_heads", "2", "--model.vocabulary", "64", "--data.vocabulary", "64"]
@@ -20,7 +22,8 @@ RUN = ["--modes", "packed", "distca", "--mixes", "pretrain", "--contexts", "512"
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two nodes need two cores")
-def test_modes_train_over_a_slow_link_and_are_predicted(tmp_path: Path) -> None:
+def test_modes_train_over_a_slow_link_and_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_network, "Nodes", ForkedNodes)
     (modes,) = run(1000, tmp_path, [*RUN, "--traced", "0", "--", *SETTINGS]).values()
     assert list(modes) == ["packed", "distca"]
     assert modes["packed"]["bytes_per_step"] == 0 < modes["distca"]["bytes_per_step"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from distca.testing.nodes import Nodes, why_not
+from distca.testing.nodes import why_not
+from tests.testing.forked_nodes import ForkedNodes
+from tests.testing.programs import Program
 from tests.train.small_runs import ROOT, arguments, steps_of, write_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")]
@@ -32,7 +33,7 @@ main()
 """
 
 
-def _train(nodes: Nodes, folder: Path, node: int, **settings: Any) -> subprocess.Popen[Any]:
+def _train(nodes: ForkedNodes, folder: Path, node: int, **settings: Any) -> Program:
     """One rank on a node, which counts others as lost after a few seconds once the file `cut` is there."""
     rank = {"RANK": str(node), "WORLD_SIZE": str(len(nodes.names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     rank |= {"MASTER_ADDR": nodes.address(0), "MASTER_PORT": "29511", "CUDA_VISIBLE_DEVICES": ""}
@@ -45,7 +46,7 @@ def _train(nodes: Nodes, folder: Path, node: int, **settings: Any) -> subprocess
 @pytest.mark.timeout(250)
 def test_a_link_that_is_cut_in_a_step_ends_both_sides_with_a_sentence(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
-    with Nodes(2, megabits=50) as nodes:
+    with ForkedNodes(2, megabits=50) as nodes:
         ranks = [_train(nodes, tmp_path, node) for node in range(2)]
         end = time.monotonic() + 150
         while not (tmp_path / "run/metrics.jsonl").exists() or max(steps_of(tmp_path / "run"), default=0) < 3:

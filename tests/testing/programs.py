@@ -16,7 +16,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -41,6 +41,7 @@ class Program:
         stdout: file for what it says; None is this process's.
         stderr: the same for errors.
         start_new_session: it always does.
+        target: what runs the program in the forked process: :func:`run_program`, or what calls it.
     """
 
     def __init__(
@@ -51,13 +52,15 @@ class Program:
         stdout: IO[Any] | None = None,
         stderr: IO[Any] | None = None,
         start_new_session: bool = True,
+        target: Callable[..., None] | None = None,
     ) -> None:
         streams = [
             Connection(os.dup(number if file is None else file.fileno()), readable=False)
             for number, file in ((1, stdout), (2, stderr))
         ]
         words = [str(word) for word in args[1:]]
-        self._process = forked(_run, words, dict(os.environ if env is None else env), str(cwd or Path.cwd()), *streams)
+        variables = dict(os.environ if env is None else env)
+        self._process = forked(target or run_program, words, variables, str(cwd or Path.cwd()), *streams)
         self.args, self.pid = args, self._process.pid
         assert self.pid is not None
         for stream in streams:
@@ -121,7 +124,10 @@ def torchrun(ranks: int, *words: str, **others: Any) -> subprocess.CompletedProc
     return run("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *words, **others)
 
 
-def _run(words: list[str], environment: dict[str, str], folder: str, stdout: Connection, stderr: Connection) -> None:
+def run_program(
+    words: list[str], environment: dict[str, str], folder: str, stdout: Connection, stderr: Connection
+) -> None:
+    """Runs a program in this process, which ends with it."""
     os.setsid()
     for number, stream in ((1, stdout), (2, stderr)):
         os.dup2(stream.fileno(), number)
@@ -158,6 +164,11 @@ def _interpret(words: list[str]) -> None:
         if words[0] == "-W":
             warnings.simplefilter(words[1])  # type: ignore[arg-type]
         words = words[1 + (words[0] == "-W") :]
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path.insert(0, os.getcwd())
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        return
     if words[0] != "-m":
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).resolve().parent))

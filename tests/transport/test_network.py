@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from distca.plan import AttentionKind, Links, Plan, Tasks, lay_out, route
 from distca.runtime.device_routes import ServerRoute
-from distca.testing.nodes import Nodes, why_not
+from distca.testing.nodes import why_not
 from distca.transport import Part
 from distca.transport.collective import CollectiveTransport
+from tests.testing.forked_nodes import ForkedNodes
 
 KINDS = [AttentionKind(1.0)]
 
@@ -74,15 +75,17 @@ def rank_main() -> list[float]:
     return found
 
 
-def test_keys_and_values_and_their_gradients_cross_a_network_once_per_node() -> None:
+def test_keys_and_values_and_their_gradients_cross_a_network_once_per_node(tmp_path: Path) -> None:
     start = "from tests.transport.test_network import node_main; node_main()"
-    with Nodes(2) as nodes:
+    with ForkedNodes(2) as nodes:
         where = {"WORLD_SIZE": "4", "MASTER_ADDR": nodes.address(0), "MASTER_PORT": "29511", "PYTHONPATH": str(ROOT)}
-        started = [
-            nodes.start(node, [sys.executable, "-c", start], where | {"RANK": str(2 * node)}, stdout=-1)
-            for node in range(2)
-        ]
-        first, second = (json.loads(rank.communicate()[0]) for rank in started)
+        started = []
+        for node in range(2):
+            with (tmp_path / str(node)).open("w") as found:
+                where["RANK"] = str(2 * node)
+                started.append(nodes.start(node, [sys.executable, "-c", start], where, stdout=found))
+        assert [rank.wait(100) for rank in started] == [0, 0]
+        first, second = (json.loads((tmp_path / str(node)).read_text()) for node in range(2))
     # The first node's 2,000 rows have two readers on the second; nothing else crosses, but for headers and barriers.
     direct, hops, *nothing = first
     assert direct == pytest.approx(2 * 2000, rel=0.1) and hops == pytest.approx(2000, rel=0.1)
