@@ -205,7 +205,9 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         name = self.stored.get(name, name)
         if name not in self._file_of:
-            raise ModelError(f"{self.folder} has no tensor {name}, which a model of its config.json has.")
+            tied = " If its output layer is the embedding, set tie_word_embeddings to true there."
+            hint = tied if name.endswith("lm_head.weight") else ""
+            raise ModelError(f"{self.folder} has no tensor {name}, which a model of its config.json has.{hint}")
         file = self._file(self._file_of[name])
         try:
             return file.get_slice(name)

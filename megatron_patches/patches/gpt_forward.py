@@ -66,11 +66,7 @@ class PatchedForward(LanguageModule):
                 ``log_probabilities`` are both set; or one is set for a model whose output layer or loss the user
                 changed.
         """
-        if torch.is_autocast_enabled(input_ids.device.type):
-            raise SupportError(
-                "The model was called inside of torch.autocast, but activations have the type of the weights: leave "
-                "autocast out; for bfloat16 set bf16=True and params_dtype=torch.bfloat16 in the TransformerConfig."
-            )
+        check_no_autocast(input_ids.device)
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
         if not isinstance(attention_mask, self.takes):
@@ -188,6 +184,15 @@ def megatrons_class(model: Any) -> type[LanguageModule]:
     # The MRO is searched from its end, because patch_forward's class may have a Megatron class's name and module.
     classes = reversed(type(model).__mro__)
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
+
+
+def check_no_autocast(device: torch.device) -> None:
+    """Raises SupportError if torch.autocast would change the types of a model's activations."""
+    if torch.is_autocast_enabled(device.type):
+        raise SupportError(
+            "The model was called inside of torch.autocast, but activations have the type of the weights: leave "
+            "autocast out; for bfloat16 set bf16=True and params_dtype=torch.bfloat16 in the TransformerConfig."
+        )
 
 
 def check_attached(model: Any) -> None:

@@ -14,7 +14,7 @@ from distca.errors import SupportError
 from distca.plan import PlanOptions
 from distca.runtime import AttentionPool
 from megatron_patches.layers.block import refuse_other_schedule
-from megatron_patches.patches.gpt_forward import check_attached
+from megatron_patches.patches.gpt_forward import check_attached, check_no_autocast
 from megatron_patches.steps.step import Step
 from megatron_patches.support.attached import check_as_attached
 from megatron_patches.support.trained_weights import check_trained_weights
@@ -54,8 +54,9 @@ def made_ready(
         A function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Raises:
-        SupportError: ``step`` is no Step; the model was not attached, or was changed since; the step was planned with
-            other options, or for more token ids than the model has; or weights would get wrong gradients or updates.
+        SupportError: ``step`` is no Step; torch.autocast is on; the model was not attached, or was changed since; the
+            step was planned with other options, or for more token ids than the model has; or weights would get wrong
+            gradients or updates.
     """
     if not forward_only:
         check_wrapped(model)
@@ -63,6 +64,8 @@ def made_ready(
     check_attached(gpt)
     check_as_attached(gpt, pool)
     _check_step(step, options, gpt)
+    # The model's forward checks it too, but only after other pipeline stages have begun to wait for this rank.
+    check_no_autocast(step.batches[0].tokens.device)
     if not forward_only:
         check_trained_weights(model)
         _check_replicas(model)

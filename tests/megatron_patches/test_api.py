@@ -343,6 +343,8 @@ def _in_stages() -> tuple[str, list[torch.Tensor]]:
         cad, model, step = small_cases.ready(case, frozen=frozen)
         cad.forward_backward(step, forward_step, model)
         gradients += [each.main_grad.clone() for name, each in model.named_parameters() if "output" in name]
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # refused before a stage waits for another
+        assert "inside of torch.autocast" in _refused(cad.forward_backward, step, forward_step, model)
     said = _refused(run_schedule, model, step.batches, summed_loss_step)
 
     def of_one_element(batches: Any, model: Any) -> Any:

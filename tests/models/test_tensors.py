@@ -248,6 +248,11 @@ def test_tensors_that_the_model_does_not_have(folder: Path) -> None:
 
 def test_an_output_layer_that_is_the_embedding_may_be_there(tmp_path: Path) -> None:
     write_folder("qwen2, tied", tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"tie_word_embeddings": False}))
+    with pytest.raises(ModelError, match=r"has no tensor lm_head\.weight, .* set tie_word_embeddings to true there"):
+        _check(tmp_path)
+    (tmp_path / "config.json").write_text(config)
     embedding = TensorFiles(tmp_path).read("model.embed_tokens.weight")
     _add(tmp_path, **{"lm_head.weight": embedding})
     _check(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from distca.data.mixes import MIX_NAMES
 from distca.data.sources import passed_over
 from distca.train.config.names import with_settings
@@ -33,7 +35,22 @@ def data_problems(config: RunConfig, world_size: int) -> list[str]:
     if data.source != "stdlib" and not data.path:
         mixes = f": one of {', '.join(MIX_NAMES)}" if data.source == "mix" else ""
         problems.append(f"data.source {data.source} needs data.path{mixes}.")
-    return problems + _unused(data)
+    return problems + _path_of_another_source(data) + _unused(data)
+
+
+def _path_of_another_source(data: DataConfig) -> list[str]:
+    """Returns a sentence where only one of data.source and data.path was changed from a mix to files."""
+    if data.source == "mix" and data.path and data.path not in MIX_NAMES:
+        return [
+            f"data.source is mix, but data.path is {data.path}, which is no mix ({', '.join(MIX_NAMES)}); set "
+            "DATA_SOURCE (data.source) to what lies there, or data.path to a mix."
+        ]
+    if data.source not in ("mix", "stdlib") and data.path in MIX_NAMES and not Path(data.path).exists():
+        return [
+            f"data.source is {data.source}, but data.path is {data.path}, which is a mix; set DATA_PATH (data.path) to "
+            "a file or folder, or data.source to mix."
+        ]
+    return []
 
 
 def longest_document(config: RunConfig, world_size: int) -> int:

@@ -122,6 +122,13 @@ CHANGES: dict[str, Callable[[Any], Callable[[], None]]] = {
 }
 
 
+def _in_autocast(batches: Any, model: Any) -> Any:
+    from megatron_patches.training.training_step import summed_loss_step
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return summed_loss_step(batches, model)
+
+
 def _changed() -> dict[str, str]:
     """What is said of training after each change to a model that was wrapped."""
     cad, ddp, step = _wrapped()
@@ -133,6 +140,7 @@ def _changed() -> dict[str, str]:
     said["all undone"] = _trained(cad, ddp, step)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         said["autocast"] = _trained(cad, ddp, step)
+    said["autocast inside"] = _said(cad.forward_backward, step, _in_autocast, ddp)
     said["documents"] = _trained(cad, ddp, step.documents)
     ddp.module.output_layer.weight.requires_grad_(False)
     said["frozen"] = _trained(cad, ddp, step)
@@ -368,7 +376,8 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
             "embedding.word_embeddings.weight has type torch.bfloat16, but the configuration"
         )
         assert said["elsewhere"].startswith("embedding.word_embeddings.weight is on meta, but CAD is for cpu")
-        assert said["autocast"].startswith("The model was called inside of torch.autocast, but activations have")
+        for name in ("autocast", "autocast inside"):
+            assert said[name].startswith("The model was called inside of torch.autocast, but activations have")
         assert said["documents"] == (
             "The step is a StepDocuments; give a step that CAD.plan_ahead or CAD.plan_step returned."
         )

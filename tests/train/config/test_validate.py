@@ -173,6 +173,12 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
             4,
             "data.field is body, but data.source is stdlib, whose documents are whole files; leave",
         ),
+        ("--data.source mix --data.path /x", 4, "but data.path is /x, which is no mix (pretrain, prolong, pretrain-"),
+        (
+            "--data.source jsonl --data.path pretrain",
+            4,
+            "which is a mix; set DATA_PATH (data.path) to a file or folder",
+        ),
         ("--data.source mix", 4, "needs data.path: one of pretrain, prolong, pretrain-long, prolong-long."),
         ("--name a/b", 4, "name is 'a/b'"),
         (f"--name {'n' * 201}", 4, "name has 201 bytes; it must have 200 at most."),
