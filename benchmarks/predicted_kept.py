@@ -14,6 +14,7 @@ import logging
 import re
 import shlex
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from distca.errors import DistcaError
 from distca.versions import command_line, versions, write_report
 
 _THROUGHPUT = ("throughput_*", "baselines_*_gpus*", "kinds_*_gpus*", "kinds_*_two_nodes*")
-_FILES = (*_THROUGHPUT, "experts_*_gpus", "experts_*_two_nodes", "hybrid_*_gpus", "pipeline_8b_8_layers_*")
+_FILES = (*_THROUGHPUT, "experts_*_gpus", "experts_*_two_nodes", "hybrid_*_cut_*", "pipeline_8b_8_layers_*")
 _BENCHMARK = re.compile(r"benchmarks[./](\w+)")
 
 
@@ -57,22 +58,25 @@ def beside(content: dict[str, Any]) -> dict[str, Any]:
     return joined(before | {"command": content["command"]}, content)
 
 
+def reports() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every kept report by the name of its file. Of two nodes there may be several runs in a file."""
+    for path in sorted({path for name in _FILES for path in RESULTS.glob(f"{name}.json")}):
+        content = json.loads(path.read_text())
+        for run, each in content.get("runs", {"": content}).items():
+            yield " ".join(filter(None, (path.name, run))), each
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
     arguments = parser.parse_args()
     logging.getLogger("distca").setLevel(logging.ERROR)
     files: dict[str, Any] = {}
-    for path in sorted({path for name in _FILES for path in RESULTS.glob(f"{name}.json")}):
-        content = json.loads(path.read_text())
-        # Of two nodes there may be several runs in a file.
-        several = content.get("runs", {"": content})
-        for run, each in several.items():
-            name = " ".join(filter(None, (path.name, run)))
-            try:
-                files[name] = beside(each)
-            except DistcaError as error:
-                files[name] = {"refused": str(error), "cells": {}}
+    for name, report in reports():
+        try:
+            files[name] = beside(report)
+        except DistcaError as error:
+            files[name] = {"refused": str(error), "cells": {}}
     errors = [abs(row["error"]) for each in files.values() for cell in each["cells"].values() for row in cell.values()]
     report = {
         "command": command_line("python -m benchmarks.predicted_kept"),

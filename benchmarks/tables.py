@@ -129,6 +129,27 @@ def predicted_in_short() -> str:
     )
 
 
+def predicted_apart() -> str:
+    """Kept runs that are predicted more than 5 % too fast (+) or too slow, by file and workload."""
+    lines = [["run", "predicted over measured tokens/s", "idle share, measured (predicted)"], ["---"] * 3]
+    for file, found in kept("predicted_kept")["files"].items():
+        for workload, modes in found["cells"].items():
+            apart = {mode: each for mode, each in modes.items() if abs(each["error"]) > 0.05}
+            if not apart:
+                continue
+            name, _, run = file.partition(" ")
+            idle = [each["idle_share"] for each in apart.values() if each["idle_share"]["measured"] is not None]
+            lines.append(
+                [
+                    f"[{name.removesuffix('.json')}]({name}){run and f' {run}'}, {workload}",
+                    ", ".join(f"{mode} {each['error'] * 100:+.1f} %" for mode, each in apart.items()),
+                    ", ".join(f"{each['measured'] * 100:.0f} ({each['predicted'] * 100:.0f}) %" for each in idle)
+                    or "–",
+                ]
+            )
+    return rows(*lines)
+
+
 def calibration_orders() -> str:
     orders = kept("calibration")["orders"]
     return f"{orders['right']} of {orders['pairs']} pairs"

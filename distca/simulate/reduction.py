@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from distca.simulate.fabric import Fabric
 from distca.simulate.job import VALUE, WIDE, Job
 
+_BESIDE_BACKWARD = 0.7
+"""The rate of reducing gradients beside backward over that of an all-gather with nothing beside it, as in kept traces
+of steps over NVLink (benchmarks/results/simulated.md)."""
+
 
 @dataclass(frozen=True)
 class StepEnd:
@@ -25,8 +29,9 @@ def step_end(job: Job, backward_s: float, rows_on_links_s: float) -> StepEnd:
     """Returns the seconds of a step's end.
 
     Gradients are reduced in float32 during the last micro-batch's backward, while no rows of attention are on the
-    links. The embedding's gradient comes last, so its reduction is never hidden. With pipeline stages all gradients are
-    reduced after backward. Weights are gathered after the optimizer.
+    links. Beside backward their rate is lower than after it. The embedding's gradient comes last, so its reduction is
+    never hidden. With pipeline stages all gradients are reduced after backward. Weights are gathered after the
+    optimizer.
 
     Args:
         job: the model, the cluster and the parallelism.
@@ -44,9 +49,9 @@ def step_end(job: Job, backward_s: float, rows_on_links_s: float) -> StepEnd:
     # GPUs with the same experts are ``ep`` GPUs apart.
     experts_rate, _ = Fabric.of(job.cluster, 1).ring(replicas, job.ep)
     of_experts = experts * (replicas - 1) / replicas / experts_rate
-    reduced = WIDE * parameters * share / rate + WIDE * of_experts
+    reduced = WIDE * (parameters * share / rate + of_experts)
     if job.pp == 1:
         table = job.model.vocabulary * job.model.hidden // job.tp
         last = WIDE * table * share / rate
-        reduced = max(last, reduced - max(backward_s - rows_on_links_s, 0.0))
+        reduced = max(last, reduced - _BESIDE_BACKWARD * max(backward_s - rows_on_links_s, 0.0))
     return StepEnd(reduced + VALUE * parameters * share / rate + VALUE * of_experts + 2 * latency, compute)
