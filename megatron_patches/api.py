@@ -254,8 +254,8 @@ class CAD:
     ) -> DistributedDataParallel:
         """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        Weights become bfloat16 if the configuration says so. Ranks reduce gradients during backward; with several
-        pipeline stages they do so after backward.
+        Weights become bfloat16 if the configuration says so, and those of data-parallel rank 0 on all ranks. Ranks
+        reduce gradients during backward; in the first step, and with pipeline stages, after it.
 
         Args:
             model: from :meth:`attach`.

@@ -59,17 +59,19 @@ class CadArguments(CadOptions):
             pipeline stages, ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport
             other than "nvshmem", if there are stages, ``servers``, ``speeds`` or different GPUs. In other runs, and
             without measured times of linear layers (``cost_table``), "auto" is "attention".
-        recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all"
-            backward recomputes everything but core attention; without ``disaggregate``, whole layers.
+        recompute: with "none" backward recomputes modules that Megatron's configuration names, and what
+            ``keep_outputs`` would keep. With "all" it recomputes layers without core attention; without
+            ``disaggregate``, whole layers.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
             needs recompute "none", and a configuration without recomputed modules and without FP8.
         offload: True keeps every layer's inputs, q, k, v and attention outputs in host memory until backward. It needs
-            ``disaggregate``, recompute "all", backward "resend" or "auto", and a model without pipeline stages.
+            ``disaggregate``, recompute "all", backward "resend" or "auto", and neither stages, ``servers`` nor
+            recurrent layers.
         linears: whose linear layers a model gets: Megatron's own ("local"), Transformer Engine's ("te"), or Transformer
-            Engine's if they work here ("auto"). Transformer Engine's need GPUs and bfloat16. FP8 needs "te" or
-            "auto", and the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", "delayed" or
-            "blockwise"). The configuration's ``fp8_param`` (weights without a bfloat16 copy) needs the distributed
-            optimizer.
+            Engine's if they work here ("auto"). Transformer Engine's need GPUs, bfloat16, and a model without experts
+            or latent attention. FP8 needs "te" or "auto", and the configuration's ``fp8`` ("hybrid" or "e4m3") and
+            ``fp8_recipe`` ("tensorwise", "delayed" or "blockwise"). The configuration's ``fp8_param`` (weights without
+            a bfloat16 copy) needs the distributed optimizer.
         hybrid_layer_pattern: Megatron's ``hybrid_layer_pattern`` of a HybridModel; empty for a GPTModel.
         model_options: options of the model for which Megatron's configuration has no field.
     """

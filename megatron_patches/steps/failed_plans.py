@@ -25,7 +25,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
         folder: the file's folder. If the file cannot be written there, it goes to the system's temporary folder.
 
     Raises:
-        FailedPlanError: planning failed; the message names the step, the file and the command.
+        FailedPlanError: planning failed; the message names the step and, if written, the file.
     """
     try:
         yield

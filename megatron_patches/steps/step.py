@@ -40,8 +40,8 @@ class Step:
 
     Attributes:
         documents: the documents, by micro-batch of the plan. The plan may move documents to other micro-batches.
-        balance: each rank's estimated seconds of compute with this plan, and without balancing.
-        routes: this rank's routes; None if every rank computes the attention of its own rows.
+        balance: each server's estimated seconds for one layer, with this plan and without balancing.
+        routes: this rank's routes; None if the CAD's ``disaggregate`` is False.
         planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
         vocabulary: all token ids of this rank are below this number; None if ids were not checked.

@@ -38,7 +38,7 @@ class AgreedSteps:
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError: a step could not be made on some rank, or ranks have different plans or documents.
+            PlanError: a step could not be made on another rank, or ranks have different plans or documents.
         """
         return iter(StepsAhead(self._agreement.on(steps, _fingerprint, first), self._thread))
 

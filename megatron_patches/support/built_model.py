@@ -188,10 +188,8 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
         expect(f"{path}.{name}", type(layer.get_submodule(name)), kind)
     if not recurrent and not latent:
         check_head_norms(path, attention, config, options)
-    if isinstance(layer, SplitTransformerLayer) and layer.options != options:
-        raise SupportError(
-            f"{path} was built with other model options than CAD has: build the model with this CAD's block_spec."
-        )
+    if isinstance(layer, SplitTransformerLayer):
+        check_options(path, layer, options)
     for name in ("self_attn_bda", "mlp_bda"):
         expect(f"{path}.{name}", getattr(layer, name), get_bias_dropout_add)
     check_limit(f"{path}.hidden_dropout", layer.hidden_dropout, LIMITS["hidden_dropout"])
@@ -212,6 +210,15 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
     if config.q_lora_rank is None:
         return {**parts, "linear_q_proj": column}
     return {**parts, "linear_q_down_proj": ReplicatedLinear, "q_layernorm": norm, "linear_q_up_proj": column}
+
+
+def check_options(path: str, layer: Any, options: ModelOptions) -> None:
+    """Raises SupportError if a layer of this project was built with other model options than ``options``."""
+    if layer.options != options:
+        raise SupportError(
+            f"{path} was built with other model options than CAD has: build the model with this CAD's block_spec or "
+            "hybrid_stack_spec."
+        )
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:

@@ -33,6 +33,7 @@ from megatron_patches.support.built_model import (
     argument_of,
     check_head_norms,
     check_model_groups,
+    check_options,
     expect,
     linears_like,
 )
@@ -89,8 +90,9 @@ def _check_layer(path: str, symbol: str, layer: Any, config: Any, options: Model
     expect(path, type(layer), classes.get(symbol, SplitTransformerLayer))
     for name, kind in _parts_of(symbol, layer, config, options).items():
         expect(f"{path}.{name}", type(layer.get_submodule(name)), kind)
+    check_options(path, layer, options)
     if symbol == ATTENTION:
-        check_head_norms(path, layer.self_attention, config, layer.options)
+        check_head_norms(path, layer.self_attention, config, options)
     if any(getattr(part, "config", config) is not config for part in (layer, *layer.children())):
         raise SupportError(f"{path} has a configuration of its own, but {LIMITS['heterogeneous_block_specs'].because}.")
 

@@ -40,9 +40,9 @@ def wrap_for_data_parallel(
 ) -> DistributedDataParallel:
     """Wraps a model in Megatron's DistributedDataParallel, which reduces gradients over data-parallel ranks.
 
-    Without pipeline stages gradients are reduced during backward of a step's last micro-batch. Megatron reduces a
-    bucket once each of its weights got as many gradients as in the first step. So each weight must get the same number
-    of gradients in every step, also on a rank without tokens.
+    Without pipeline stages, later steps than the first reduce gradients during backward of the last micro-batch.
+    Megatron reduces a bucket once each of its weights got as many gradients as in the first step. So each weight must
+    get the same number of gradients in every step, also on a rank without tokens.
 
     Args:
         model: the model, which is cast to bfloat16 if its configuration has ``bf16``.
@@ -162,8 +162,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
     Megatron would also accept a loss without a number of tokens, and divide gradients by the number of micro-batches.
 
     Raises:
-        SupportError: from the returned function, if ``forward_step`` or its loss function does not return what
-            :data:`ForwardStep` says.
+        SupportError: from the returned function, if ``forward_step`` does not take one batch, or it or its loss
+            function does not return what :data:`ForwardStep` says.
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:

@@ -70,10 +70,14 @@ def _llama_as_both() -> float:
 
 
 def _refuses_hooks_at_home(stack: Any, weights: dict[str, torch.Tensor]) -> None:
-    """A HybridModel's layers are never called where attention stays at home, but core attention is."""
+    """A HybridModel's layers are never called where attention stays at home, but core attention is. A model of other
+    options is refused."""
     from distca.errors import SupportError
     from distca.parity import disaggregated
+    from megatron_patches.model.gpt import build_hybrid
+    from megatron_patches.model.model_options import ModelOptions
     from megatron_patches.support.attached import check_as_attached
+    from megatron_patches.support.hybrid_model import check_hybrid_model
 
     cad, model = disaggregated.attached(stack, torch.float32, CPU, "reference", weights, disaggregate=False)
     model.decoder.layers[0].self_attention.core_attention.register_forward_hook(lambda *_: None)
@@ -81,6 +85,10 @@ def _refuses_hooks_at_home(stack: Any, weights: dict[str, torch.Tensor]) -> None
     model.decoder.layers[0].register_forward_hook(lambda *_: None)
     with pytest.raises(SupportError, match=r"decoder\.layers\.0 has a hook, which would never run"):
         check_as_attached(model, cad.pool)
+    other = build_hybrid(stack.shape.vocabulary, cad.config, cad.hybrid_stack_spec(), stack.pattern)
+    check_hybrid_model(other, stack.pattern, ModelOptions())
+    with pytest.raises(SupportError, match=r"decoder\.layers\.0 was built with other model options than CAD has"):
+        check_hybrid_model(other, stack.pattern, ModelOptions(step_min=0.1))
 
 
 def _name_in_stack(name: str) -> str:
