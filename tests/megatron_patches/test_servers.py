@@ -334,7 +334,7 @@ def _ended_early() -> list[str]:
                 time.sleep(2)
             with pytest.raises(LaunchError) as refused:
                 remote.begin(None) if pool == 2 else remote.hear_kernels()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 15, "homes waited as long as for a server that may still come"
             said.append(str(refused.value))
     return said
 
@@ -352,7 +352,7 @@ def _failed_choice() -> list[Any]:
     remotes: list[RemoteServers] = []
 
     def choose(*_: Any) -> Kernel:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not signs() and time.monotonic() < until:
             time.sleep(0.02)
         raise OSError("no compiler")
