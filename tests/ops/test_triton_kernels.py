@@ -92,7 +92,7 @@ def _check_core_rows(number, dim, dtype):
 
     what = [Recurrence.gated_delta_net(2, 4, dim, 24), Recurrence.mamba2(1, 2, dim, 16)][number % 2]
     lengths, continues = [
-        ((1, 2, 70, 3, 1, 40), [True, False, True, True, False, False]),
+        ((1, 2, 50, 3, 1, 20), [True, False, True, True, False, False]),
         ((), []),
         ((1, 1), [True] * 2),
     ][number]
