@@ -121,6 +121,29 @@ def calibration_in_short() -> str:
     )
 
 
+def calibration_runs() -> str:
+    runs = kept("calibration")["runs"]
+    apart = sum(abs(run["error"]) > 0.05 for run in runs)
+    return f"{len(runs)} runs of {len({run['file'] for run in runs})} files, {apart} of them more than 5 % off"
+
+
+def calibration_beside() -> str:
+    """How far idle shares and peaks of memory are off."""
+    runs = kept("calibration")["runs"]
+    pairs = {
+        name: [
+            (run[f"{name}_predicted"], run[f"{name}_measured"]) for run in runs if run[f"{name}_measured"] is not None
+        ]
+        for name in ("idle", "memory_gib")
+    }
+    idle = [100 * abs(predicted - measured) for predicted, measured in pairs["idle"]]
+    peaks = [abs(predicted / measured - 1) for predicted, measured in pairs["memory_gib"]]
+    return (
+        f"{median(idle):.1f} points and {percent(median(peaks))} in the median, {max(idle):.1f} points and "
+        f"{percent(max(peaks))} at worst"
+    )
+
+
 def predicted_in_short() -> str:
     found = kept("predicted_kept")
     median_error, worst = (percent(found[f"{which}_error"]) for which in ("median", "worst"))
