@@ -36,13 +36,14 @@ class ReplicatedLinear(torch.nn.Module):
         if config.perform_initialization:
             config.init_method(self.weight)  # all tensor-parallel ranks draw the same numbers here
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._adds_up = config.gradient_accumulation_fusion
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Returns [..., outputs] for ``rows`` [..., inputs], and None in place of a bias."""
         trained = self.weight.requires_grad
         linear = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
-        return linear(rows, self.weight, None, self._adds_up, allreduce_dgrad=False, sequence_parallel=False), None
+        adds_up = self.gradient_accumulation_fusion
+        return linear(rows, self.weight, None, adds_up, allreduce_dgrad=False, sequence_parallel=False), None
 
 
 class WholeRows(IdentityOp):

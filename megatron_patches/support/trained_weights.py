@@ -57,8 +57,9 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
 
 
 def check_trained_weights(model: DistributedDataParallel) -> None:
-    """Refuses weights that were frozen, unfrozen, added, replaced or moved after ``CAD.data_parallel``, and hooks on
-    gradients that go to ``main_grad`` only.
+    """Refuses weights that were frozen, unfrozen, added or replaced after ``CAD.data_parallel``, or left its buffers.
+
+    It also refuses hooks on gradients that go to ``main_grad`` only.
 
     Raises:
         SupportError: the message names the first weight that is refused.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_patches.arguments import CadArguments
+from megatron_patches.layers.latent_attention import ReplicatedLinear
 from megatron_patches.model.model_options import ModelOptions
 from megatron_patches.support.config_fields import check_config
 from megatron_patches.support.latent import check_latent
+from megatron_patches.support.trained_weights import _fused_weights
 from tests.megatron_patches.support.cases import LLAMA, refusal
 
 SIZES = {"q_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
@@ -99,3 +103,16 @@ def test_other_configurations_are_refused() -> None:
     plain.multi_latent_attention = True
     assert "make an MLATransformerConfig" in str(_said(plain))
     assert str(refusal(check_config, _config(cache_mla_latents=True))).startswith("cache_mla_latents is True, but")
+
+
+def test_a_hook_on_the_gradient_of_a_down_projection_is_seen() -> None:
+    """Its gradient goes to ``main_grad`` only."""
+    config = SimpleNamespace(
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=torch.float32,
+        sequence_parallel=False,
+        gradient_accumulation_fusion=True,
+    )
+    linear = ReplicatedLinear(4, 2, config)
+    assert [each is linear.weight for each in _fused_weights(linear)] == [True]
