@@ -17,6 +17,8 @@ from distca.plan.metrics import receive_buffer_gb
 
 MEASURE = "measure"
 """The value of cad.cost_table that measures a table when a run starts."""
+LARGEST_NARROW_BETA2 = 0.99
+"""optimizer.beta2 up to which a second moment in bfloat16 still changes."""
 RESUME_OR_START = ("job", "auto")
 """Values of checkpoint.resume that start a new run where there is nothing to go on with."""
 RESUME_BY_NAME = ("latest", *RESUME_OR_START)
@@ -163,7 +165,7 @@ class TrainConfig:
         gradients: type in which gradients are added up and reduced; bfloat16 needs precision bf16, and rounds after
             every addition.
         moments: type of Adam's moments; bfloat16 needs precision bf16, optimizer.distributed, Transformer Engine's Adam
-            and an optimizer.beta2 of at most about 0.99.
+            and an optimizer.beta2 of at most 0.99.
         loss: what weighs the same in the loss of a step: every learned token, or every document or conversation that
             has some.
         recompute: what backward computes again: mlp = each layer's MLP; all = everything but core attention, with

@@ -12,7 +12,7 @@ from distca.plan.cost.table_file import load_table, open_table
 from distca.sizes.fp8_shapes import unfit_widths
 from distca.train.config.cli import changed, known_settings, value_of
 from distca.train.config.names import with_settings
-from distca.train.config.schema import MEASURE, RESUME_BY_NAME, RunConfig
+from distca.train.config.schema import LARGEST_NARROW_BETA2, MEASURE, RESUME_BY_NAME, RunConfig
 from distca.train.config.validate_data import data_problems
 from distca.train.config.validate_models import expert_ranks_problems, model_problems
 from distca.train.config.validate_servers import servers_problems
@@ -151,6 +151,11 @@ def _fewer_bytes(config: RunConfig) -> list[str]:
         problems.append(
             f"train.moments is {train.moments}, but {why}; set train.moments to float32, or train.precision to bf16 "
             "and optimizer.distributed to true."
+        )
+    if train.moments != "float32" and config.optimizer.beta2 > LARGEST_NARROW_BETA2:
+        problems.append(
+            f"train.moments is {train.moments}, but optimizer.beta2 is {config.optimizer.beta2:g}, with which a second "
+            f"moment in it would stay as it is; lower beta2 to {LARGEST_NARROW_BETA2}, or set train.moments to float32."
         )
     return problems
 

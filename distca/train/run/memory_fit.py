@@ -12,7 +12,7 @@ from typing import NamedTuple
 from distca.device.offload import CHUNK_BYTES
 from distca.errors import ConfigError
 from distca.train.config.cli import changed, value_of
-from distca.train.config.schema import RunConfig
+from distca.train.config.schema import LARGEST_NARROW_BETA2, RunConfig
 from distca.train.config.validate_data import longest_document
 from distca.train.run.memory import GIB, predict_memory
 
@@ -152,9 +152,8 @@ def _choices(config: RunConfig) -> list[Changes]:
     if cad.enabled and cad.backward == "auto" and stages == 1 and train.offload != "all":
         backward = ["keep", "resend"]
     offload: Sequence[str] = [train.offload]
-    unserved = config.model.experts.count or cad.servers
     if train.offload == "auto":
-        offload = ["none", "all"] if cad.enabled and stages == 1 and not unserved else ["none"]
+        offload = ["none", "all"] if _can_offload(config) else ["none"]
     outputs: Sequence[str] = ["all", "none"] if train.keep_outputs == "auto" else [train.keep_outputs]
     return [
         (("train.recompute", again), ("train.keep_outputs", kept), ("cad.backward", how), ("train.offload", where))
@@ -162,6 +161,12 @@ def _choices(config: RunConfig) -> list[Changes]:
         if (where == "none" or (again, how) == _WITH_OFFLOAD)
         and (kept == "none" or (again, train.fp8) == _WITH_OUTPUTS)
     ]
+
+
+def _can_offload(config: RunConfig) -> bool:
+    model, cad = config.model, config.cad
+    unserved = model.experts.count or model.hybrid.pattern or cad.servers
+    return cad.enabled and config.parallel.pp == 1 and not unserved
 
 
 def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int, host: HostMemory) -> list[str]:
@@ -213,9 +218,9 @@ def _savings(config: RunConfig) -> Changes:
         ("cad.backward", "resend"): cad.enabled and config.resolved_backward == "keep",
         ("train.recompute", "mlp"): train.recompute == "none",
         ("train.recompute", "all"): train.recompute != "all",
-        ("train.offload", "all"): cad.enabled and config.parallel.pp == 1 and not config.model.experts.count,
+        ("train.offload", "all"): _can_offload(config),
         ("train.gradients", "bfloat16"): train.precision == "bf16",
-        ("train.moments", "bfloat16"): train.precision == "bf16",
+        ("train.moments", "bfloat16"): train.precision == "bf16" and config.optimizer.beta2 <= LARGEST_NARROW_BETA2,
     }
     return tuple(change for change, can_be in possible.items() if can_be and value_of(config, change[0]) != change[1])
 

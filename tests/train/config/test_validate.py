@@ -138,6 +138,11 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
             "train.moments is bfloat16, but optimizer.distributed is false; set train.moments to float32",
         ),
         (
+            "--train.precision bf16 --train.moments bfloat16 --optimizer.beta2 0.999",
+            4,
+            "train.moments is bfloat16, but optimizer.beta2 is 0.999, with which a second moment in it would stay",
+        ),
+        (
             "--train.precision bf16 --train.fp8_weights true",
             4,
             "train.fp8_weights is true, but train.fp8 is none; set train.fp8_weights to false, or train.fp8",

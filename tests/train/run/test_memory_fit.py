@@ -92,6 +92,27 @@ def test_what_is_not_possible_is_not_named() -> None:
     assert "bfloat16" not in _refusal(config, 12 * GIB)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "--model.hybrid.pattern G-*- --model.hybrid.key_heads 2 --model.hybrid.value_heads 4 --model.hybrid.key_dim 8 "
+        "--model.hybrid.value_dim 16 --model.hybrid.output_gate true --model.layers 4",
+        "--cad.servers 1",
+        "--optimizer.beta2 0.999",
+    ],
+)
+def test_auto_and_remedies_name_only_what_is_served(settings: str) -> None:
+    auto = parse_run_config([*settings.split(), "--train.precision", "bf16", "--data.tokens_per_rank", "65536"])
+    device = OUTSIDE_TORCH + GIB // 8 + receive_buffer(auto, 2)
+    resolved = resolve(auto, 2, VOCABULARY, device, HOST)
+    validate(resolved, 2)
+    if auto.optimizer.beta2 < 0.99:
+        assert resolved.train.offload == "none"
+    said = _refusal(resolved, device)
+    for name, value in re.findall(r"([a-z]+\.[a-z_]+)(?: \(\d+\))? to ([a-z0-9]+)", said):
+        assert "tokens" in name or not validate(changed(resolved, [(name, value)]), 2)
+
+
 def test_auto_takes_the_fastest_that_fits() -> None:
     auto = _config("--train.recompute", "auto", "--cad.backward", "auto")
     order = [
