@@ -56,7 +56,7 @@ def verify(path: str) -> None:
 
 
 def list_checkpoints(path: str) -> None:
-    """Print the checkpoints of a run, also those that were not finished. No file of them is read.
+    """Print the checkpoints of a run, also those that were not finished. No weights are read.
 
     Args:
         path: folder of a run.
@@ -91,7 +91,7 @@ def prune(path: str, *, keep: int = 2) -> None:
     """
     check_least(1, keep=keep)
     run = _run(path)
-    with hold(run):
+    with hold(run, trains=False):
         before = {folder: _size(folder) for folder in run.checkpoint_folders()}
         stuck = run.prune(keep)
     gone = [size for folder, size in before.items() if not folder.exists()]

@@ -53,8 +53,8 @@ def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
     """[D] int64 document lengths from a mix (``tokens`` of it) or a file with one length per line.
 
     Raises:
-        PlanError: ``lengths`` is neither a mix nor a file of text; a line is no positive whole number; or they add up
-            to more than MOST_TOKENS.
+        PlanError: ``lengths`` is neither a mix nor a file of text; it has no line, or one that is no positive whole
+            number; or they add up to more than MOST_TOKENS.
     """
     if lengths in MIX_NAMES:
         return sample_mix(lengths, tokens, seed)

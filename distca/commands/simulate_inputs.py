@@ -13,6 +13,7 @@ from distca.models.experts import Experts
 from distca.models.hybrid import Hybrid
 from distca.models.latent import Latent
 from distca.models.shape import ModelShape
+from distca.models.variant import Variant
 from distca.plan import CostModel, analytic_cost
 from distca.plan.cost.table_file import find_table, open_table
 from distca.simulate import MODELS, Job, Workload, dense
@@ -21,6 +22,7 @@ from distca.simulate.model import heads_of_rank
 
 _MOST_SIZE = 2**31 - 1
 _MORE: dict[str, Any] = {"tie_embeddings": False, "sinks": False, "layer_types": ["full"], "window": 0}
+_GROUPS: dict[str, Any] = {"experts": Experts, "latent": Latent, "hybrid": Hybrid, "variant": Variant}
 
 
 def read_model(name: str) -> ModelShape:
@@ -39,7 +41,7 @@ def read_model(name: str) -> ModelShape:
         sizes = {key: content[key] for key in wanted}
         sizes |= {key: content[key] for key in ("head_dim", "vocabulary") if content.get(key)}
         more = {key: content.get(key, unset) for key, unset in _MORE.items()}
-        experts, latent, hybrid = (dict(content.get(group) or {}) for group in ("experts", "latent", "hybrid"))
+        groups = {group: dict(content.get(group) or {}) for group in _GROUPS}
     except OSError:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."
@@ -52,7 +54,7 @@ def read_model(name: str) -> ModelShape:
     for key in ("tie_embeddings", "sinks"):
         if not isinstance(more[key], bool):
             raise OptionError(f"--model {name} has {key} {more[key]!r}; it must be true or false.")
-    has_latent = bool(latent.get("kv_rank"))  # a run's own config.yaml has the group in any case
+    has_latent = bool(groups["latent"].get("kv_rank"))  # a run's own config.yaml has the group in any case
     if not has_latent and "head_dim" not in sizes and sizes["hidden"] % sizes["heads"]:
         raise OptionError(
             f"--model {name} has hidden {sizes['hidden']}, which is not divisible by heads {sizes['heads']}; change "
@@ -60,10 +62,10 @@ def read_model(name: str) -> ModelShape:
         )
     head_dim = {"head_dim": 0 if has_latent else sizes["hidden"] // sizes["heads"]}
     _check_windows(name, more["layer_types"], more["window"])
-    _check_fields(name, "experts", experts, asdict(Experts()))
-    _check_fields(name, "latent", latent, asdict(Latent()))
-    _check_fields(name, "hybrid", hybrid, asdict(Hybrid()))
-    own, attention, stack = Experts(**experts), Latent(**latent), Hybrid(**hybrid)
+    for group, kind in _GROUPS.items():
+        _check_fields(name, group, groups[group], asdict(kind()))
+    own, attention, stack = Experts(**groups["experts"]), Latent(**groups["latent"]), Hybrid(**groups["hybrid"])
+    variant = Variant(**groups["variant"])
     wrong = [f"experts that cannot be: {each}" for each in own.problems(sizes["layers"])]
     wrong += [f"latent attention that cannot be: {each}" for each in attention.problems()]
     wrong += [f"a hybrid stack that cannot be: its {each}" for each in stack.problems(sizes["layers"])]
@@ -71,9 +73,10 @@ def read_model(name: str) -> ModelShape:
         wrong.append(
             f"latent attention and kv_heads {sizes['kv_heads']}, but every head has keys; set it to {sizes['heads']}."
         )
+    wrong += [f"a variant that cannot be: its {each}" for each in variant.problems(sizes["layers"])]
     if wrong:
         raise OptionError(f"--model {name} has {wrong[0]}")
-    return dense(**head_dim | sizes, **more, experts=own, latent=attention, hybrid=stack)
+    return dense(**head_dim | sizes, **more, experts=own, latent=attention, hybrid=stack, variant=variant)
 
 
 def _check_fields(name: str, group: str, given: dict[Any, Any], usual: dict[str, Any]) -> None:
@@ -86,7 +89,9 @@ def _check_fields(name: str, group: str, given: dict[Any, Any], usual: dict[str,
         if key not in usual:
             raise OptionError(f"--model {name} has {group} with {key!r}; known are {', '.join(usual)}.")
         kinds = (int, float) if isinstance(usual[key], float) else (type(usual[key]),)
-        if type(value) not in kinds or (isinstance(value, int | float) and not 0 <= value <= _MOST_SIZE):
+        numbers = value if isinstance(value, list) else [value] if isinstance(value, int | float) else []
+        of_numbers = all(isinstance(each, int | float) and 0 <= each <= _MOST_SIZE for each in numbers)
+        if type(value) not in kinds or not of_numbers:
             raise OptionError(
                 f"--model {name} has {group} with {key} {value!r}; it must be such as {usual[key]!r}, and not negative."
             )

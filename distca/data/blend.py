@@ -5,9 +5,9 @@ A blend is a YAML file with one entry a source::
     - {source: jsonl, path: books.jsonl.gz, weight: 3}
     - {source: parquet, path: web, field: content, weight: 7, long: {tokens: 65536, share: 0.6}}
 
-Weights are shares of the tokens. An epoch of the blend is as short as it can be with every source used whole at least
-once. In place of ``weight``, ``epochs`` says how often a source is used in an epoch of the blend, and ``tokens`` for
-how many tokens. ``long`` gives documents of at least so many tokens that share of the source's tokens.
+Weights are shares of the tokens. An epoch of the blend is as short as it can be with at least as many tokens of
+each source as it has. In place of ``weight``, ``epochs`` says how often a source is used in an epoch of the blend, and
+``tokens`` for how many tokens. ``long`` gives documents of at least so many tokens that share of the source's tokens.
 
 Array legend: D documents of all sources together. All arrays are int64.
 """

@@ -98,7 +98,7 @@ class Corpus:
     documents of the source with equal text are two documents.)
 
     Attributes:
-        train: training documents, in the source's order; of a blend as often as each is used.
+        train: training documents, in the source's order; of a blend those of an epoch.
         validation: validation documents, in the source's order; empty if ``validation_fraction`` is 0.
         vocabulary: token ids are in [0, vocabulary).
         left_out: documents of the source, and pieces of them, that are in neither set; the log has them too.

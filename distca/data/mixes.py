@@ -156,6 +156,7 @@ def sample_long_context(mix: Mix, tokens: int, context: int, seed: int, *, full_
     """
     if context < 1:
         raise MixError(f"The context is {context}; documents have at least 1 token.")
+    sample_lengths(mix, min(tokens, 0), seed)  # which refuses what cannot be drawn
     drawn_at = context if context >= _SHORT else 2 * _SHORT
     drawn, enough = np.zeros(0, np.int64), max(tokens * drawn_at // context, _SHORT)
     while drawn.sum() < tokens:

@@ -66,7 +66,7 @@ class Sampler:
                 and its documents may span ranks.
 
         Raises:
-            DataError: if there is no document, a count is below 1, or a document does not fit.
+            DataError: if there is no document, a count is below 1, the seed negative, or a document does not fit.
         """
         self._lengths = np.asarray(lengths, dtype=np.int64)
         self._micro_batches = micro_batches

@@ -23,7 +23,13 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
     assert (found.layers, found.heads, found.kv_heads) == (wanted.layers, wanted.heads, wanted.kv_heads)
     assert found.experts == wanted.experts and found.latent == wanted.latent
     cut = read_model(str(configurations / "qwen3.5-9b-like-cut.yaml"))
-    assert cut == replace(MODELS["qwen3.5-9b"], layers=8, vocabulary=32_000, qk_norm=False)
+    assert cut == replace(MODELS["qwen3.5-9b"], layers=8, vocabulary=32_000, qk_norm=False, variant=cut.variant)
+    assert cut.variant.zero_centered_norms
+    plain = dense(2, 64, 64, 2, 1, 32)
+    (tmp_path / "plain.yaml").write_text(
+        "model: {layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 1, variant: {gated: false}}"
+    )
+    assert plain.held_weights - read_model(str(tmp_path / "plain.yaml")).held_weights == 2 * 64 * 64
     sizes = "layers: {}, hidden: 64, ffn: 64, heads: {}, kv_heads: 1"
     for content, said in (
         ("name: x", "has no model"),
@@ -51,6 +57,9 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
             "has hybrid with 'heads'; known are pattern",
         ),
         (f"model: {{{sizes.format(2, 2)}, hybrid: {{rotate: 1}}}}", "with rotate 1; it must be such as True"),
+        (f"model: {{{sizes.format(2, 2)}, variant: {{gate: 1}}}}", "has variant with 'gate'; known are activation"),
+        (f"model: {{{sizes.format(2, 2)}, variant: {{unrotated_layers: [x]}}}}", "has variant with unrotated_layers"),
+        (f"model: {{{sizes.format(2, 2)}, variant: {{rotary_percent: 0.0}}}}", "cannot be: its rotary_percent is 0"),
         (f"model: {{{sizes.format(2, 3)}}}", "has hidden 64, which is not divisible by heads 3; change one or give"),
     ):
         (tmp_path / "none.yaml").write_text(content)

@@ -85,8 +85,11 @@ def test_a_long_context_sample_has_exactly_the_tokens_and_keeps_its_shape(mix: s
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(MixError, match="no mix 'web'; choose one of pretrain, prolong"):
         sample_lengths("web", 10, 0)
-    with pytest.raises(MixError, match="Cannot draw -1"):
-        sample_lengths("pretrain", -1, 0)
+    for draw in (sample_lengths, lambda mix, tokens, seed: sample_long_context(mix, tokens, 131_072, seed)):
+        with pytest.raises(MixError, match="Cannot draw -1"):
+            draw("pretrain", -1, 0)
+        with pytest.raises(MixError, match="no mix 'web'"):
+            draw("web", 0, 0)
     with pytest.raises(MixError, match="max_length is 0"):
         sample_lengths("pretrain", 10, 0, max_length=0)
     with pytest.raises(MixError, match="context is 1,000"):

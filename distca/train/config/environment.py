@@ -193,7 +193,7 @@ _AFTER = ("SIZE", "DEGREE", "LEN", "LENGTH")
 # Short names are alike by chance (MODE, NODE), and a prefix makes a variable somebody else's (PET_MASTER_ADDR).
 _LONG_ENOUGH, _CLOSE = 8, 0.85
 _FEWEST_LETTERS = 4
-"""The fewest letters of a variable that a misspelled one may mean."""
+"""The fewest letters of a variable that a launcher warns about."""
 
 
 def _meant(name: str) -> Variable | None:

@@ -85,7 +85,7 @@ class DataConfig:
         end_token: the same behind every text.
         bad: what happens to a document that cannot be read or tokenized: error stops the run; skip leaves it out.
         cache: folder for tokens of texts, which all nodes see; null takes the folder tokens in output.
-        vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
+        vocabulary: token ids, of mix (0 = 256) and of indexed files without them.
         context_length: most tokens a document may have.
         longer: what happens to a longer document: split cuts it; skip leaves it out and counts it; error stops the run;
             null splits texts and skips conversations.
@@ -175,8 +175,8 @@ class TrainConfig:
         offload: what waits in host memory until backward: all = what every layer needs, with recompute all,
             cad.backward resend, cad.enabled and no pipeline stages; auto = all where nothing else fits by prediction.
         seed: seed of the weights.
-        time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
-            and SIGUSR1 do the same.
+        time_limit: minutes of training after which the run saves and ends, within two steps; 0 sets no limit.
+            SIGTERM and SIGUSR1 do the same.
         evaluate: only compute the validation loss of checkpoint.init_from or checkpoint.resume, also on other data;
             with data.validation_fraction 0 all of it counts.
         validate_every: steps between validations; 0 validates at the end alone.
@@ -213,8 +213,8 @@ class CheckpointConfig:
         background: write while training goes on, from copies in host memory; with too little of it, and after the last
             step, training waits.
         resume: folder of a run to go on with; latest = the run of this name that saved last; job = what this Slurm job
-            saved, or a new run; auto = what this job saved, or latest, or a new run. With job and auto a finished run
-            ends well at once.
+            saved, or a new run; auto = what this job saved, or latest, or a new run. With job and auto a finished,
+            saved run ends well at once.
         init_from: a Hugging Face folder to begin with: its weights, shape and tokenizer. A resumed run takes its own
             weights.
         export: an empty folder for the last step's weights, as a Hugging Face folder.

@@ -62,7 +62,7 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
         on_cpus: these ranks run on CPUs; otherwise nothing is known of their devices.
 
     Raises:
-        ConfigError: one sentence per problem, with the value, the limit and the setting to change; all at once.
+        ConfigError: one sentence per problem, with the value, the limit and the setting; those of single numbers first.
     """
     problems = _ranges(config)
     # The checks below divide by sizes, so they wait until sizes are positive.

@@ -43,7 +43,7 @@ class Machines:
             several machines the last ones have them, and nothing else.
         servers_per_gpu: servers that share a GPU.
         node: number of this machine; with Slurm 0.
-        first: address of the first machine; empty where there is only one.
+        first: address of the first machine; empty where torchrun needs none.
         port: on it; empty where the starter finds one.
     """
 
@@ -266,5 +266,7 @@ def gpus_here() -> int:
     if visible is None:
         return gpus
     # CUDA takes them up to the first that is not there; some are named by their unique id.
-    named = takewhile(lambda name: name[:1].isalpha() or (name.isdecimal() and int(name) < gpus), visible.split(","))
+    named = takewhile(
+        lambda name: name[:1].isalpha() or (name.isdecimal() and int(name) < gpus), map(str.strip, visible.split(","))
+    )
     return min(gpus, len(list(named)))

@@ -211,6 +211,7 @@ class Ranks:
     def _stop(self, number: int, _: FrameType | None) -> None:
         again, asks = self.stopped_by is not None, number in (signal.SIGTERM, signal.SIGUSR1)
         if number == signal.SIGUSR1:
+            again = False
             self.asked_to_save = True
         else:
             self.stopped_by = signal.Signals(number)
@@ -226,7 +227,8 @@ def _tell_ranks(starter: int, number: int) -> bool:
             os.kill(process, number)
             told = True
     if not told and number == signal.SIGUSR1:
-        os.kill(starter, number)
+        with suppress(ProcessLookupError):  # it has ended, and servers have not
+            os.kill(starter, number)
         told = True
     return told
 

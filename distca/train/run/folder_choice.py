@@ -45,17 +45,27 @@ def _job() -> str:
     return f", Slurm job {job}" if job else ""
 
 
-def _belongs_to_this_job(run: Path) -> bool:
+def _job_of(holder: Path) -> str:
+    """These words for the job that had a run last; empty where none did."""
     try:
-        return bool(_job()) and (run / _HOLDER).read_text(encoding="utf-8").endswith(_job())
+        found = re.search(r", Slurm job \d+$", holder.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
+        return ""
+    return found[0] if found else ""
+
+
+def _belongs_to_this_job(run: Path) -> bool:
+    return bool(_job()) and _job_of(run / _HOLDER) == _job()
 
 
 @contextmanager
-def hold(folder: RunFolder) -> Iterator[None]:
+def hold(folder: RunFolder, trains: bool = True) -> Iterator[None]:
     """Keep other processes from writing into a run's folder. Call it on one rank. The file system lets go of it when
     this process ends, however it does; one of a network may keep it when the whole machine dies.
+
+    Args:
+        folder: the run's.
+        trains: this process goes on with the run; else the run stays with the Slurm job that had it.
 
     Raises:
         ConfigError: another process holds it, or nothing can be written there.
@@ -77,8 +87,9 @@ def hold(folder: RunFolder) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks: as before there were any
         with suppress(OSError):  # a full disk; the lock does not need the words
+            job = _job() if trains else _job_of(holder)
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}{_job()}")
+            file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
             file.flush()
         yield
 

@@ -1,4 +1,4 @@
-"""Garbage collection between steps, and never within one."""
+"""Garbage collection once a step, and at no other time."""
 
 from __future__ import annotations
 

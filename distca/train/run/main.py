@@ -277,7 +277,7 @@ def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkp
     if found is None:
         return None
     folder, checkpoint = found
-    held.enter_context(hold(folder))
+    held.enter_context(hold(folder, trains=not config.train.evaluate))
     if newest_intact(folder) != checkpoint:
         raise ConfigError(f"{folder.path} got another checkpoint while this run started; start again.")
     return folder, checkpoint

@@ -151,24 +151,30 @@ class RunFolder:
         return Checkpoint(step, path)
 
     def write_resumed_config(self, config: RunConfig, step: int) -> None:
-        """Write the settings of the part that resumes after ``step``, beside config.yaml, which stays as it is."""
+        """Write the settings of the part that resumes after ``step``, beside config.yaml, which stays as it is. Those
+        of parts that began later are deleted, as their steps are done again."""
         path = self.resumed_config(step)
         try:
+            for begins, later in self._resumed_configs().items():
+                if begins > step:
+                    later.unlink(missing_ok=True)
             path.write_text(to_yaml(config), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written ({system_words(error)}); make room.") from None
 
     def settings_before(self, step: int) -> dict[str, Any]:
         """Nested settings, as YAML has them, of the part of the run that did ``step``; empty where they are unknown."""
-        parts = {0: self.config}
-        for path in self.path.glob("config-from-step-*.yaml"):
-            if begins := re.fullmatch(r"config-from-step-(\d+)\.yaml", path.name):
-                parts[int(begins[1])] = path
+        parts = {0: self.config} | self._resumed_configs()
         try:
             found = yaml.safe_load(parts[max(first for first in parts if first < step)].read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return found if isinstance(found, dict) else {}
+
+    def _resumed_configs(self) -> dict[int, Path]:
+        """The settings of parts that resumed, by the step after which each began."""
+        names = ((re.fullmatch(r"config-from-step-(\d+)\.yaml", path.name), path) for path in self.path.iterdir())
+        return {int(begins[1]): path for begins, path in names if begins}
 
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first."""

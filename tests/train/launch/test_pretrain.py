@@ -63,7 +63,7 @@ def test_packages_that_a_run_needs_are_installed_with_it(values: dict[str, str],
 
 
 @pytest.mark.parametrize(
-    ("visible", "ranks"), [("0,1", 2), ("3", 1), ("0,1,2,3", 4), ("1,9,2", 1), ("GPU-8932f937,GPU-d1", 2), ("", 4)]
+    ("visible", "ranks"), [("0, 1", 2), ("3", 1), ("0,1,2,3", 4), ("1,9,2", 1), ("GPU-8932f937,GPU-d1", 2), ("", 4)]
 )
 def test_only_visible_gpus_count(machine: Machine, visible: str, ranks: int) -> None:
     """None at all are four CPU ranks."""

@@ -116,6 +116,9 @@ def test_auto_takes_what_this_job_saved_then_the_newest_of_the_name_then_nothing
     assert found("auto", "7") == found("job", "7") == "try"
     assert found("auto", "17") == found("job", "17") == "try-2"
     assert (found("auto", "9"), found("job", "9")) == ("try-3", None)
+    with hold(RunFolder(tmp_path / "runs" / "try"), trains=False):  # checkpoints are pruned while job 7 waits
+        pass
+    assert found("job", "7") == "try"
     monkeypatch.delenv("SLURM_JOB_ID")
     assert resume_run_folder(config_in(tmp_path, "job")) is None
 
@@ -156,6 +159,10 @@ def test_what_a_resumed_run_does_otherwise_is_said(tmp_path: Path) -> None:
     folder.write_resumed_config(now, 4)
     (folder.path / "config-from-step-000006.bak.yaml").write_text("of a user")
     assert changes_since(folder, checkpoint, now, 3) == []
+    # A checkpoint was lost, so that step 10 was done again in a part that began earlier.
+    folder.write_resumed_config(first, 2)
+    assert changes_since(folder, checkpoint, first, 3) == []
+    assert (folder.path / "config-from-step-000006.bak.yaml").exists()
 
 
 def test_resume_mistakes_are_sentences(tmp_path: Path) -> None:
