@@ -4,9 +4,11 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
+from distca.train.launch import start
 from tests.train.launch.machine import SCRIPT, Machine
 
 # It runs until it is told to end, and then ends as torchrun does; after a while by itself, so that none is left over.
@@ -112,3 +114,16 @@ def test_ranks_are_told_to_save_and_a_job_whose_time_is_over_is_requeued(
     assert script.returncode == 0, said
     assert machine.record.read_text().splitlines() == ["up", "saved"] + ["requeue 20017"] * requeued
     assert ("Slurm starts job 20017 again." in said) == requeued
+
+
+@pytest.mark.parametrize("second, ends", [(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
+def test_a_job_whose_time_is_over_may_be_told_twice(second: int, ends: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that save go on saving when SIGUSR1 follows; a second SIGTERM ends them."""
+    told: list[int] = []
+    monkeypatch.setattr(start, "_tell_ranks", lambda _, number: told.append(number) or True)
+    ranks = start.Ranks(["true"])
+    ranks._process = Mock(pid=0)
+    ranks._stop(signal.SIGTERM, None)
+    ranks._stop(second, None)
+    assert ranks._process.terminate.call_count == ends
+    assert told == [signal.SIGTERM, signal.SIGUSR1][: 2 - ends]
