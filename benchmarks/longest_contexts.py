@@ -16,7 +16,7 @@ OFFLOADED = "--train.offload all --cad.backward resend"
 WAYS = {
     "longest context without `train.offload`": "--train.offload none --cad.backward resend",
     "with it": OFFLOADED,
-    "attention at home, whole layers recomputed": "--train.offload none --cad.enabled false",
+    "attention at home, whole layers recomputed": "--train.offload none --cad.enabled false --cad.transport nccl",
 }
 
 
