@@ -22,8 +22,8 @@ class CadOptions:
         ping_pong: compute each micro-batch as two nano-batches, to hide the transfers of one behind the other's
             compute.
         backward: keep = the attention server keeps q, k, v and o for backward (fewest bytes); resend = the home rank
-            keeps and resends them (equal memory); auto = keep, but resend with pipeline stages, with offload, and where
-            keep is predicted not to fit.
+            keeps and resends them (equal memory); auto = keep, but resend with pipeline stages or offload, and (trainer
+            only) where keep would not fit.
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on GPUs and gloo on CPUs.
             An exchange that does not fit nvshmem_buffer_gb goes by nccl with auto, and is refused with nvshmem.
         kernel: core-attention kernel; auto takes on each server the fastest that passes its self-check.
@@ -32,8 +32,8 @@ class CadOptions:
         ranks_per_node: number of consecutive servers (tensor-parallel groups) that plans treat as one node; 0 takes
             those of one machine.
         cost_table: a JSON file of `distca profile`, or a folder with one for each GPU and kernel; null takes those
-            shipped, or else an analytic model. "measure" measures what is not shipped when a run starts, and keeps it
-            in output/cost_tables. Servers without a model also measure what a named folder lacks.
+            shipped, or else an analytic model. "measure" measures what is not shipped when the trainer starts, and
+            keeps it in output/cost_tables. Servers without a model also measure what a named folder lacks.
         deterministic: add gradients of k and v in a fixed order, so two runs are bitwise equal.
         nvshmem_buffer_gb: GiB of symmetric memory per rank for rows that arrive by NVSHMEM; 0 takes as much as
             tokens_per_rank needs.

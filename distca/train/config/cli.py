@@ -219,10 +219,21 @@ def _check_arguments(arguments: list[str]) -> None:
             elif name not in known and name != "print_config":
                 raise ConfigError(_unknown(name, known, "on the command line"))
             expects_value = "=" not in argument
+            _check_not_null(name, value)
         elif expects_value:
             expects_value = False
+            _check_not_null(arguments[position - 1][2:], argument)
         else:
             raise ConfigError(f"{argument!r} on the command line belongs to no setting; write --setting value.")
+
+
+def _check_not_null(setting: str, value: object) -> None:
+    """Refuse a text that jsonargparse would read as null without a word: it reads texts as YAML."""
+    if isinstance(value, str) and value.lstrip().startswith("#"):
+        raise ConfigError(
+            f"{setting} is {value!r}, which YAML reads as a comment, so as null; choose a text that does not begin "
+            "with '#'."
+        )
 
 
 def _check_name(arguments: list[str], config: RunConfig) -> None:
@@ -257,6 +268,7 @@ def _check_file(name: str, known: list[str]) -> None:
             raise ConfigError(f"{setting} in {name} has no settings below it; write some, or leave it out.")
         if setting not in known:
             raise ConfigError(_unknown(setting, known, f"in {name}"))
+        _check_not_null(setting, value)
 
 
 def _unknown(name: str, known: list[str], where: str) -> str:

@@ -91,6 +91,8 @@ def test_shipped_configurations_are_read(file: Path) -> None:
         (["--cad.tolerance", ""], "--cad.tolerance needs a value: a number or null."),
         (["--train", "3"], "train is a group of settings; give them one by one, such as --train.steps VALUE."),
         (["--model.rope_scaling", "{}"], "such as --model.rope_scaling.kind VALUE."),
+        (["--data.begin_token", "#"], "data.begin_token is '#', which YAML reads as a comment, so as null; choose"),
+        (["--data.path= # old"], "data.path is ' # old', which YAML reads as a comment"),
         (["20"], "'20' on the command line belongs to no setting"),
         (["--config", "nowhere.yaml"], "--config names nowhere.yaml, which is not a file."),
         (["--name", "new", "--checkpoint.resume", "runs/old"], "name is new, but checkpoint.resume is runs/old, and"),
@@ -109,6 +111,7 @@ def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: 
     [
         ("model: {hiden: 3}", "There is no setting 'model.hiden'"),
         ("modell: {hidden: 3}", "There is no setting 'modell.hidden'"),
+        ("data: {begin_token: '#'}", "data.begin_token is '#', which YAML reads as a comment, so as null; choose"),
         ("model: 3", "There is no setting 'model'"),
         ("- a", "must hold settings as 'name: value' lines, not a list"),
         ("a: [", "is not valid YAML"),
