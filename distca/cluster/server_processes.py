@@ -14,12 +14,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
 from distca.cluster.process import end_with_parent
+
+_LOOK_S = 1.0
+"""Seconds of a look for the homes' store, and between two looks. No signal interrupts a look."""
 
 
 def run(first: int, count: int, gpu: int, sharing: int, program: Sequence[str]) -> int:
@@ -29,7 +33,7 @@ def run(first: int, count: int, gpu: int, sharing: int, program: Sequence[str]) 
     second SIGTERM kills the servers.
     """
     servers: list[subprocess.Popen[bytes]] = []
-    told = 0
+    told, started = 0, time.monotonic()
 
     def pass_on(number: int, _: FrameType | None) -> None:
         nonlocal told
@@ -39,8 +43,8 @@ def run(first: int, count: int, gpu: int, sharing: int, program: Sequence[str]) 
 
     def outcome(place: int, met: Path) -> int:
         code = servers[place].wait()
-        if code and not told and not met.exists():
-            _tell_homes(first + place, code)
+        if code and not met.exists():
+            _tell_homes(first + place, code, started, lambda: bool(told))
         return max(code, 0)
 
     signal.signal(signal.SIGTERM, pass_on)
@@ -53,21 +57,39 @@ def run(first: int, count: int, gpu: int, sharing: int, program: Sequence[str]) 
         return max(threads.map(outcome, range(count), met))
 
 
-def _tell_homes(number: int, code: int) -> None:
+def _tell_homes(number: int, code: int, started: float, is_told_to_end: Callable[[], bool]) -> None:
+    """Tells homes of a server's end once their store is there, within the time in which they wait for servers."""
     from torch.distributed import DistError, TCPStore  # torch takes seconds, and few runs get here
 
     from distca.cluster.environment import served
     from distca.cluster.interface import LOOPBACK, pool_on_one_node
     from distca.cluster.members import MEETING, tell_of_end
+    from distca.errors import LaunchError
 
-    place = served(os.environ | {"SERVER": str(number)})
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     try:
-        address = LOOPBACK if pool_on_one_node() else place.address
-        store = TCPStore(address, place.port, is_master=False, timeout=MEETING)
+        place = served(os.environ | {"SERVER": str(number)})
+    except LaunchError:
+        return  # the server itself has said what is wrong
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    address = LOOPBACK if pool_on_one_node() else place.address
+    # torch would log each vain attempt to reach a store that is not there yet.
+    while not _listens(address, place.port):
+        if is_told_to_end() or time.monotonic() - started > MEETING.total_seconds():
+            return
+        time.sleep(_LOOK_S)
+    try:
+        store = TCPStore(address, place.port, is_master=False)
         tell_of_end(store, number, f"on {socket.gethostname()} {how}")
     except DistError as error:
         sys.stderr.write(f"Server {number} {how}, and its homes could not be told: {error}\n")
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), _LOOK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

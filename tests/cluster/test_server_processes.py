@@ -17,6 +17,7 @@ from distca.cluster.pool_store import PoolStore
 from distca.cluster.process import Member
 from distca.errors import LaunchError
 from distca.testing.ranks import run_ranks
+from distca.train.launch.machines import free_port
 
 
 def test_consecutive_servers_share_a_gpu() -> None:
@@ -46,3 +47,11 @@ def _lose_early_and_late() -> tuple[str, bool]:
 def test_homes_are_told_of_a_server_that_is_killed_before_it_has_met_them() -> None:
     said = f"Server 1 on {socket.gethostname()} was killed by SIGKILL before it met the homes."
     assert run_ranks(1, _lose_early_and_late) == [(said, False)]
+
+
+def test_sigterm_ends_a_launcher_that_waits_for_homes_to_report_a_server_to() -> None:
+    words = [sys.executable, "-m", "distca.cluster.server_processes", "0", "1", "0", "1"]
+    program = ["bash", "-c", "(sleep 0.5; kill $PPID) & exit 3"]
+    homes = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    shown = subprocess.run([*words, *program], env=os.environ | homes, capture_output=True, text=True, timeout=15)
+    assert (shown.returncode, shown.stderr) == (3, "")
