@@ -49,7 +49,7 @@ def _of_file(name: str, report: Figures) -> Iterator[Rates]:
         if traces and all(traces) and (summed := _seconds(traces, "ReduceScatter")):
             alone = 1e9 * report["links"]["all_gather_gb_per_s"]
             sent = batches * _parameters_sent(run)
-            gathers_more = run.mode.method not in ("distca", "packed")
+            gathers_more = not (run.mode.disaggregated or run.mode.method == "packed")
             gathered = None if gathers_more else VALUE * sent / _seconds(traces, "AllGather") / alone
             yield Rates(WIDE * sent / summed / alone, gathered)
 

@@ -22,6 +22,7 @@ from tests.test_import_contract import ROWS
 DOCS = ROOT / "docs"
 MANUAL = [ROOT / "README.Installation.md", *sorted(DOCS.glob("*.md"))]
 LONGEST = 25  # words of a sentence
+FOLDERS = ("benchmarks", "configs", "csrc", "distca", "docs", "examples", "megatron_patches", "scripts", "tests")
 OF_THE_EXAMPLE, THAT_RUN = ("README.md", "docs/own_script.md"), ("docs/data.md", "docs/planning.md")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 FROM_CODE = runpy.run_path(str(DOCS / "write_settings.py"))["PAGES"]
@@ -57,6 +58,21 @@ def broken(page: Path) -> list[str]:
 @every_page
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
+
+
+def absent(text: str) -> list[str]:
+    """Paths from the root, alone or with the name of a test, to which nothing belongs."""
+    wrong = []
+    for path, test in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*\w/?)(?:::(\w+))?", text):
+        file = ROOT / path
+        if not file.exists() or (test and f"\ndef {test}(" not in file.read_text(encoding="utf-8")):
+            wrong.append(f"{path}::{test}" if test else path)
+    return wrong
+
+
+@every_page
+def test_files_and_tests_are_there(page: Path) -> None:
+    assert absent(text_of(page)) == []
 
 
 def test_every_page_is_linked_and_every_picture_shown() -> None:
@@ -164,6 +180,11 @@ def test_mistakes_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# The `a.b` of it\n[a](page.md#the-ab-of-it) [b](none.md) [c](#x) `[d](none.md)`\n![e](e.png)\n")
     assert broken(page) == ["none.md", "#x", "e.png"]
+    here = "tests/docs/test_pages.py"
+    assert absent(f"`{here}` `{here}::test_mistakes_are_found` `{here}::test_mistakes` `docs/none.md`") == [
+        f"{here}::test_mistakes",
+        "docs/none.md",
+    ]
     long = "word " * LONGEST
     text = f"Short. A {long}[and more](page.md). Short.\n\n- {long}more\n\n```text\n{long}more\n```\n\n| {long}more |"
     assert [len(each.split()) for each in too_long(text)] == [LONGEST + 3]
