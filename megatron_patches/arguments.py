@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 
+import numpy as np
 from megatron.core.transformer import TransformerConfig
 
 from distca.cad_options import CadOptions
@@ -91,7 +92,7 @@ class CadArguments(CadOptions):
         """Raises SupportError for the first argument of another type, with an unknown word or a number out of range."""
         for name, hint in get_type_hints(CadArguments).items():
             value, words = getattr(self, name), get_args(hint)
-            if hint is bool and not isinstance(value, bool):
+            if hint is bool and not isinstance(value, bool | np.bool_):
                 raise SupportError(f"`{name}` is {value!r}; it can be True or False.")
             if isinstance(next(iter(words), None), str) and name not in _CHECKED_WHERE_CHOSEN and value not in words:
                 raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(words)}.")

@@ -66,9 +66,9 @@ class PatchedForward(LanguageModule):
                 ``log_probabilities`` are both set; or one is set for a model whose output layer or loss the user
                 changed.
         """
-        check_no_autocast(input_ids.device)
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
+        check_no_autocast(position_ids.device)  # later pipeline stages may have no input_ids
         if not isinstance(attention_mask, self.takes):
             raise SupportError(
                 f"The model was called with a {type(attention_mask).__name__} as attention_mask; pass the `attention` "

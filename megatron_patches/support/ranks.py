@@ -84,5 +84,8 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
 
 def _in_words(value: Any) -> str:
     """Returns a text that is the same on all ranks; "" for objects of other types."""
-    plain = isinstance(value, bool | int | float | str | list | tuple | torch.dtype | None)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_in_words, value))}]"
+    value = value.item() if isinstance(value, np.generic) else value
+    plain = isinstance(value, bool | int | float | str | torch.dtype | None)
     return repr(value) if plain else getattr(value, "__name__", "")

@@ -3,6 +3,7 @@ in a sentence before anything waits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -327,7 +328,7 @@ def test_ranks_that_plan_differently_all_hear_of_it(used: list[dict[str, Any]]) 
 
 
 def _in_stages() -> tuple[str, list[torch.Tensor]]:
-    """What Megatron's schedule is told, and gradients of a forward step with a loss where there is one."""
+    """What Megatron's schedule is told, and gradients; ids and the loss are where they are read."""
     small_cases.on_cpu()
     from megatron.core import parallel_state
 
@@ -335,8 +336,10 @@ def _in_stages() -> tuple[str, list[torch.Tensor]]:
     from megatron_patches.training.training_step import run_schedule, summed_loss_step
 
     def forward_step(batches: Any, model: Any) -> Any:
-        output, loss = summed_loss_step(batches, model)
-        return output, loss if parallel_state.is_pipeline_last_stage() else None
+        last = parallel_state.is_pipeline_last_stage()
+        batch: Any = next(batches)
+        output, loss = summed_loss_step(iter([replace(batch, tokens=None) if last else batch]), model)
+        return output, loss if last else None
 
     case, gradients = ParityCase(micro_batches=MICRO_BATCHES, pp=2), []
     for frozen in ((), ("embedding", "layers")):

@@ -7,6 +7,7 @@ import re
 from dataclasses import MISSING, fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distca.cad_options import CadOptions
@@ -69,6 +70,10 @@ def test_settings_and_arguments_share_options_and_their_defaults() -> None:
 def test_values_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SupportError, match=said):
         CadArguments(**{"tokens_per_rank": 5} | given).check()
+
+
+def test_numpys_truth_values_are_taken() -> None:
+    CadArguments(tokens_per_rank=5, ping_pong=np.bool_(False)).check()
 
 
 def test_ranks_compare_every_argument_that_changes_what_they_send_each_other() -> None:

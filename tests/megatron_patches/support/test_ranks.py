@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from distca.errors import LaunchError
@@ -58,3 +59,15 @@ def test_groups_that_a_model_would_not_train_with_are_refused() -> None:
         assert "leave `order` of parallel_state.initialize_model_parallel at its default" in str(found["stages first"])
         assert "call distca.join_world()" in str(found["none yet"])
         assert "in place of torch.distributed.init_process_group" in str(found["joined twice"])
+
+
+def test_what_ranks_compare_has_no_addresses_and_no_types_of_numbers() -> None:
+    from megatron_patches.support.ranks import _in_words
+
+    def made() -> Any:
+        return lambda: None
+
+    first, second = made(), made()
+    assert first is not second and _in_words([first, 1]) == _in_words((second, np.int64(1)))
+    assert _in_words(np.float64(0.5)) == "0.5" and _in_words(torch.bfloat16) == "torch.bfloat16"
+    assert _in_words([0, 1]) != _in_words([1, 0]) and _in_words([]) != _in_words(None)
