@@ -210,9 +210,12 @@ def _each(gpus: int, nodes: int, name: str) -> int:
 
 
 def _asked_of_job(values: Mapping[str, str], environment: Mapping[str, str]) -> int:
-    """Returns GPUS_PER_NODE, which may be fewer than the job has, but not more."""
-    asked, has = int(values["GPUS_PER_NODE"]), environment.get("SLURM_GPUS_ON_NODE", "").rpartition(":")[2]
-    if has.isdecimal() and asked > int(has):
+    """Returns GPUS_PER_NODE, which may be fewer than the job has, but not more.
+
+    Slurm's count is not held against it if it is 0, as on a login node, or of several types (``h100:4,a100:4``)."""
+    asked, said = int(values["GPUS_PER_NODE"]), environment.get("SLURM_GPUS_ON_NODE", "")
+    has = "" if "," in said else said.rpartition(":")[2]
+    if has.isdecimal() and 0 < int(has) < asked:
         raise LaunchError(
             f"GPUS_PER_NODE is {asked}, but the Slurm job has {count(int(has), 'GPU')} on a machine.",
             f"lower or unset GPUS_PER_NODE, or ask Slurm for --gpus-per-node={asked}.",

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from distca.errors import LaunchError
+from distca.train.launch.machines import _asked_of_job
 from tests.train.launch.machine import ROOT, SCRIPT, Machine, has_pair
 
 
@@ -176,3 +178,15 @@ def test_servers_take_the_last_gpus_of_one_node(machine: Machine) -> None:
     assert [_server_and_gpu(machine, servers, each)[1] for each in range(3)] == ["6", "6", "7"]
     refused = machine.run(SERVERS="8", DRY_RUN="1")
     assert (refused.returncode, "leave none for ranks with a model" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("has", "refused"), [("h100:2", True), ("h100:4", False), ("0", False), ("a100:2,h100:2", False)]
+)
+def test_more_gpus_than_the_job_has_are_refused_where_slurm_counts_them(has: str, refused: bool) -> None:
+    values, said = {"GPUS_PER_NODE": "4"}, {"SLURM_GPUS_ON_NODE": has}
+    if refused:
+        with pytest.raises(LaunchError, match="GPUS_PER_NODE is 4, but the Slurm job has 2 GPUs on a machine"):
+            _asked_of_job(values, said)
+    else:
+        assert _asked_of_job(values, said) == 4
