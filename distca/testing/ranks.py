@@ -187,7 +187,8 @@ def _rank_main(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    collect_seldom()
+    if not gpus:  # there a run's model has to go with the run: the next one needs its memory
+        collect_seldom()
     try:
         if gpus:
             torch.cuda.set_device(share_gpus(rank, ranks))
