@@ -21,7 +21,8 @@ from distca.simulate.kernel_rate import at_rate
 from distca.simulate.model import heads_of_rank
 
 _MOST_SIZE = 2**31 - 1
-_MORE: dict[str, Any] = {"tie_embeddings": False, "sinks": False, "layer_types": ["full"], "window": 0}
+_FLAGS = ("tie_embeddings", "qk_norm", "sinks")
+_MORE: dict[str, Any] = {**dict.fromkeys(_FLAGS, False), "layer_types": ["full"], "window": 0}
 _GROUPS: dict[str, Any] = {"experts": Experts, "latent": Latent, "hybrid": Hybrid, "variant": Variant}
 
 
@@ -51,7 +52,7 @@ def read_model(name: str) -> ModelShape:
     for key, value in sizes.items():
         if type(value) is not int or not 1 <= value <= _MOST_SIZE:
             raise OptionError(f"--model {name} has {key} {value!r}; it must be a whole number from 1 to {_MOST_SIZE}.")
-    for key in ("tie_embeddings", "sinks"):
+    for key in _FLAGS:
         if not isinstance(more[key], bool):
             raise OptionError(f"--model {name} has {key} {more[key]!r}; it must be true or false.")
     has_latent = bool(groups["latent"].get("kv_rank"))  # a run's own config.yaml has the group in any case

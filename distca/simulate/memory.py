@@ -41,8 +41,8 @@ class StateBytes:
         return StateBytes(*(np.append(np.tile(each, job.pp), of_servers) for each in (kept, np.maximum(*ways))))
 
 
-def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
-    """Returns the layers of the first stage, which holds at least as many micro-batches as any other."""
+def _layers(job: Job, *, disaggregated: bool, stage: int = 0) -> list[LayerBytes]:
+    """Returns the layers of a stage. The first stage holds at least as many micro-batches as any other."""
     return [
         LayerBytes(
             shape=job.model,
@@ -56,20 +56,20 @@ def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
             keep=not job.resend,
             keep_outputs=job.keep_outputs,
         )
-        for kind in job.model.layer_kinds[: job.layers]
+        for kind in job.model.layer_kinds[stage * job.layers : (stage + 1) * job.layers]
     ]
 
 
-def static_bytes(job: Job) -> int:
-    """Returns the bytes of weights, gradients and optimizer state on a rank of the first stage."""
-    layers = _layers(job, disaggregated=True)
+def static_bytes(job: Job, stage: int = 0) -> int:
+    """Returns the bytes of weights, gradients and optimizer state on a rank of a stage."""
+    layers = _layers(job, disaggregated=True, stage=stage)
     types = StateTypes(
         narrow_gradients=job.gradients == "bfloat16",
         narrow_moments=job.moments == "bfloat16",
         fp8=job.fp8,
         recompute_all=job.recompute == "all",
     )
-    parameters = parameters_of_rank(job.model, layers, job.model.vocabulary, True, job.pp == 1)
+    parameters = parameters_of_rank(job.model, layers, job.model.vocabulary, stage == 0, stage == job.pp - 1)
     dense = types.bytes_of(parameters, sum(layer.weights for layer in layers), job.data_parallel)
     return (dense + types.bytes_of(expert_parameters_of_rank(layers), 0, job.expert_replicas)).held
 
@@ -99,7 +99,7 @@ def _attending(job: Job) -> int:
 
 
 def at_home(
-    job: Job, rows: np.ndarray, kv_rows: np.ndarray, attention_bytes: np.ndarray, in_flight: int, last: bool = True
+    job: Job, rows: np.ndarray, kv_rows: np.ndarray, attention_bytes: np.ndarray, in_flight: int, stage: int = 0
 ) -> np.ndarray:
     """Returns [R] bytes of memory of a stage's ranks with a baseline, in which ranks compute their own attention.
 
@@ -111,9 +111,10 @@ def at_home(
         kv_rows: [R] rows of keys and values that each layer keeps.
         attention_bytes: [R] further bytes that core attention needs in the layer at work.
         in_flight: number of micro-batches that wait for backward.
-        last: whether it is the last stage, with the loss.
+        stage: number of the stage.
     """
-    layers = _layers(job, disaggregated=False)
+    last = stage == job.pp - 1
+    layers = _layers(job, disaggregated=False, stage=stage)
     widest, shape = max(layers, key=LayerBytes.mlp_at_work), job.shape
     attention = rows * (shape.q_bytes + shape.o_bytes + widest.lse) + kv_rows * shape.kv_bytes
     kept = rows * sum(layer.kept_beside_attention() for layer in layers)
@@ -125,7 +126,7 @@ def at_home(
     working = np.maximum(_layer_at_work(widest, rows, rows, again), _loss_at_work(job, widest, rows, last))
     core = max(layer.core_at_work() for layer in layers) * rows
     working = np.maximum(working, core + widest.around_work(1) * rows)
-    return np.asarray(static_bytes(job) + in_flight * kept + np.maximum(working, attention_bytes))
+    return np.asarray(static_bytes(job, stage) + in_flight * kept + np.maximum(working, attention_bytes))
 
 
 def with_servers(
@@ -169,5 +170,6 @@ def with_servers(
         kept = kept + job.recurrent.count(True) * states.kept
         core = max(layer.core_at_work() for layer in layers) * at_once
         working = np.maximum(working, core + widest.around_work(1) * rows) + states.at_work
-    held = np.where(home, static_bytes(job), 0)
+    of_stages = np.array([static_bytes(job, stage) for stage in range(job.pp)])
+    held = np.where(home, of_stages[np.minimum(np.arange(ranks) // job.data_parallel, job.pp - 1)], 0)
     return np.asarray(held + in_flight * kept + np.where(home, np.maximum(working, received), received))

@@ -89,7 +89,9 @@ def _qwen35(layers: int, hidden: int, ffn: int, heads: int, value_heads: int) ->
 MODELS = {
     "8b": dense(32, 4096, 14336, 32, 8),
     "34b": dense(48, 8192, 22016, 64, 16),
-    "gemma-3-like": dense(48, 3840, 15360, 16, 8, 256, 262_144, tie_embeddings=True, **_windowed(1024, 5)),
+    "gemma-3-like": dense(
+        *(48, 3840, 15360, 16, 8, 256, 262_144), tie_embeddings=True, qk_norm=True, **_windowed(1024, 5)
+    ),
     "gpt-oss-like": dense(24, 2880, 11520, 64, 8, 64, 201_088, sinks=True, **_windowed(128, 1)),
     "qwen3-30b-a3b": dense(48, 2048, 6144, 32, 4, 128, 151_936, qk_norm=True, **_experts(128, 8, 768)),
     "qwen3-235b-a22b": dense(94, 4096, 12288, 64, 4, 128, 151_936, qk_norm=True, **_experts(128, 8, 1536)),

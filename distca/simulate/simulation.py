@@ -245,7 +245,7 @@ def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int)
 
 def _baseline_memory(job: Job, mode: Mode, dealt: list[tuple[DealtAttention, ...]], stage: int) -> np.ndarray:
     """Returns [L] bytes of memory of a stage's ranks with a baseline at the peak."""
-    in_flight, last = min(job.pp - stage, len(dealt)), stage == job.pp - 1
+    in_flight = min(job.pp - stage, len(dealt))
     peak = np.zeros(job.data_parallel)
     for each in dealt:
         layers = [each[kind] for kind in job.layer_kinds[stage]]
@@ -254,7 +254,7 @@ def _baseline_memory(job: Job, mode: Mode, dealt: list[tuple[DealtAttention, ...
         kept = np.mean(read, axis=0) if mode.method in ("cp-keep", "cp-halo") else rows
         # The layer at work has gathered keys and values, and their gradients in float32 and rounded: 4 times the bytes.
         gathered = np.max(read, axis=0) * 4 * job.shape.kv_bytes
-        peak = np.maximum(peak, memory.at_home(job, rows, kept, gathered, in_flight, last))
+        peak = np.maximum(peak, memory.at_home(job, rows, kept, gathered, in_flight, stage))
     return peak
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from distca.baselines import BaselineError, Mode, parse_mode
+from distca.errors import SimulationError
+from distca.plan import analytic_cost
 from distca.simulate.job import Job
+from distca.simulate.model import heads_of_rank
 from distca.simulate.prediction import Prediction
 from distca.simulate.simulation import simulate
 from distca.simulate.streams import Span
@@ -144,16 +146,27 @@ def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int
 
 def _less_memory(job: Job) -> str:
     """Returns in words which settings would take less memory and are possible."""
-    model, cluster, ways = job.model, job.cluster, ["lower `tokens_per_rank`"]
+    ways = ["lower `tokens_per_rank`"]
     if job.recompute != "all":
         ways.append("choose a `recompute` that keeps less")
-    shared = math.gcd(cluster.gpus, cluster.gpus_per_node, model.kv_heads, model.hidden, model.ffn)
-    if any(shared % tp == 0 for tp in range(job.tp + 1, shared + 1)):
-        ways.append("raise `tp`")
-    stages = math.gcd(cluster.gpus // job.tp, model.layers)
-    if any(stages % pp == 0 for pp in range(job.pp + 1, stages + 1)):
-        ways.append("raise `pp`")
+    most = {"tp": job.cluster.gpus_per_node, "pp": job.model.layers, "ep": job.model.experts.count}
+    for name, last in most.items():
+        if any(_is_possible(job, name, value) for value in range(getattr(job, name) + 1, last + 1)):
+            ways.append(f"raise `{name}`")
     return " or ".join(ways)
+
+
+def _is_possible(job: Job, name: str, value: int) -> bool:
+    try:
+        changes: dict[str, Any] = {name: value}
+        if name == "tp":
+            part = heads_of_rank(job.model, value)
+            analytic = analytic_cost(part.heads, part.kv_heads, part.head_dim, value_dim=part.value_dim)
+            changes["cost"] = replace(analytic, linear=job.cost.linear)
+        replace(job, **changes)
+    except SimulationError:
+        return False
+    return True
 
 
 def _degrees(ranks: int) -> list[Mode]:

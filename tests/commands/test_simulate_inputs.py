@@ -13,6 +13,8 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
     configurations = Path(__file__).parents[2] / "configs"
     for name, file in (("8b", "llama-8b"), ("34b", "llama-34b"), ("gemma-3-like",) * 2, ("gpt-oss-like",) * 2):
         assert read_model(str(configurations / f"{file}.yaml")) == MODELS[name]
+    normed = read_model(str(configurations / "qwen3-30b-a3b.yaml"))
+    assert normed.qk_norm and replace(normed, experts=MODELS["qwen3-30b-a3b"].experts) == MODELS["qwen3-30b-a3b"]
     (tmp_path / "tied.yaml").write_text(
         "model: {layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 1, tie_embeddings: true}"
     )
@@ -23,7 +25,7 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
     assert (found.layers, found.heads, found.kv_heads) == (wanted.layers, wanted.heads, wanted.kv_heads)
     assert found.experts == wanted.experts and found.latent == wanted.latent
     cut = read_model(str(configurations / "qwen3.5-9b-like-cut.yaml"))
-    assert cut == replace(MODELS["qwen3.5-9b"], layers=8, vocabulary=32_000, qk_norm=False, variant=cut.variant)
+    assert cut == replace(MODELS["qwen3.5-9b"], layers=8, vocabulary=32_000, variant=cut.variant)
     assert cut.variant.zero_centered_norms
     plain = dense(2, 64, 64, 2, 1, 32)
     (tmp_path / "plain.yaml").write_text(

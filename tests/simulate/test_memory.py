@@ -60,7 +60,7 @@ def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recom
     first = stages[0]
     assert static_bytes(job) == pytest.approx(first.model.held, rel=1e-3)
     rows = np.array([65_536])
-    found = at_home(job, rows, rows, np.zeros(1), first.micro_batches, last=pp == 1)[0]
+    found = at_home(job, rows, rows, np.zeros(1), first.micro_batches)[0]
     assert found == pytest.approx(first.total, rel=0.03)
 
 
@@ -72,3 +72,22 @@ def test_tied_embeddings_are_held_once_without_stages(pp: int) -> None:
     job = Job(shape, Cluster(8), replace(analytic_cost(32, 8, 128), linear=LinearRate(1e-15, 2e-15, {})), pp=pp)
     first = predict_memory(config, 8, shape.vocabulary)[0]
     assert static_bytes(job) == pytest.approx(first.model.held, rel=1e-3)
+
+
+def test_a_stage_holds_its_own_experts() -> None:
+    configuration = Path(CONFIGURATION).with_name("moonlight-16b-a3b-like.yaml")
+    line = ["--parallel.pp=9", "--parallel.tp=1", "--parallel.ep=1", "--train.recompute=all", "--cad.enabled=false"]
+    rows = ["--data.tokens_per_rank=32768", "--data.context_length=32768", "--train.micro_batches=18"]
+    config = parse_run_config(["--config", str(configuration), *line, *rows])
+    model = MODELS["moonlight-16b-a3b"]
+    part = model.attention_shape()
+    cost = replace(
+        analytic_cost(part.heads, part.kv_heads, part.head_dim, value_dim=part.value_dim),
+        linear=LinearRate(1e-15, 2e-15, {}),
+    )
+    job = Job(model, Cluster(9, 9), cost, pp=9, tokens_per_rank=32_768, micro_batches=18, recompute="all")
+    read = np.full(1, 32_768)
+    for number, stage in enumerate(predict_memory(config, 9, model.vocabulary)):
+        found = at_home(job, read, read, np.zeros(1), stage.micro_batches, number)[0]
+        assert static_bytes(job, number) == pytest.approx(stage.model.held, rel=1e-3)
+        assert found == pytest.approx(stage.total, rel=0.03)

@@ -1,14 +1,18 @@
 """What cannot be simulated is said in a sentence."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from distca.plan import area_cost
+from distca.errors import BaselineError
+from distca.plan import analytic_cost, area_cost
+from distca.plan.cost.linear import LinearRate
 from distca.simulate import MODELS, Cluster, Job, SimulationError, Workload, dense, load_rates
 from distca.simulate.kernel_rate import at_rate, forward_tflops
 from distca.simulate.rates import RATES
+from distca.simulate.sweep import run_mode
 from tests.simulate.cases import pair_cost, small_job
 
 
@@ -99,3 +103,14 @@ def test_kernels_at_another_rate():
     assert (both[0] / both[1]).ravel() == pytest.approx([forward_tflops(pair_cost()) / 0.5] * 2)
     with pytest.raises(SimulationError, match="`attention_tflops` is 0"):
         at_rate(pair_cost(), 0)
+
+
+def test_too_little_memory_names_what_would_take_less_and_is_possible():
+    cost = analytic_cost(16, 2, 128)
+    cost = replace(cost, linear=LinearRate(1e-15, 2e-15, {}))
+    options = {"tp": 2, "recompute": "all", "tokens_per_rank": 131_072}
+    for ep, ways in ((1, " or raise `tp` or raise `pp` or raise `ep`"), (8, " or raise `tp`")):
+        job = Job(MODELS["qwen3-30b-a3b"], Cluster(8, memory_gib=20), cost, ep=ep, **options)
+        workload = Workload.draw(np.full(8, 131_072), 131_072, job.data_parallel, job.tokens_per_rank, 1, 0)
+        with pytest.raises(BaselineError, match=f"a GPU has 20; lower `tokens_per_rank`{ways}.$"):
+            run_mode(job, "best-cp", [workload])
