@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from distca.cluster import health, waits
+from distca.cluster.board import Board
 from distca.cluster.failure_reports import EXIT_CODE
 from distca.cluster.health import Health
 from distca.cluster.process import Process, _state_and_start
@@ -143,3 +144,22 @@ def test_a_late_rank_is_warned_about(watch, caplog, monkeypatch):
             time.sleep(0.02)
     assert "for room that is held by exchange 9 from rank 6, which is still running" in caplog.text
     assert not ended.is_set()
+
+
+def test_a_dead_rank_is_reported_with_details_before_who_waits_for_it_is(watch, peer, caplog, monkeypatch):
+    """A launcher kills ranks a few seconds after one has died. So the grace that a wait gets must hold nothing up."""
+    monkeypatch.setattr(health, "_WAIT_GRACE_S", 60.0)
+    monkeypatch.setattr(health, "_DEATH_S", 0.1)
+    monkeypatch.setattr(health, "_HEARD_S", 0.1)
+    of_rank, _ = watch(lambda wait: list(wait.peers))
+    watching, codes = health._of_process, list[int]()
+    watching._give_up = codes.append
+    watching._board = Board(0, [""])
+    of_rank.note(Wait(_Never(), (1,), 7, "rows of"))
+    with caplog.at_level(logging.CRITICAL):
+        peer.kill()
+        deadline = time.monotonic() + 30
+        while not codes and time.monotonic() < deadline:
+            time.sleep(0.02)
+    watching._stop.set()
+    assert codes[:1] == [1] and f"Rank 6 died in starting (process {peer.pid} on " in caplog.text
