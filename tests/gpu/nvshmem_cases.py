@@ -66,7 +66,7 @@ def treat_as_far(machine_of):
         transport._fabric._internode_peers._half = half
         # So late that the sender is a round of the ring ahead.
         answer["sent"] = _send_only(transport, 60, ENGINE, credits=True, late=12_000_000)
-        answer["sent without credits"] = _send_only(transport, 60, ENGINE, credits=False, late=12_000_000)
+        answer["sent without credits"] = _send_only(transport, 60, ENGINE, credits=False)
     # The last rows of a rank leave it after it has packed them.
     torch.cuda.synchronize()
     dist.barrier()
@@ -275,14 +275,14 @@ def _keep(transport, rows, below):
 
 
 def _send_only(transport, exchanges, below, credits, late=2_000_000):
-    """Rank 0 gives all its rows to a rank 1 that is ``late`` (in clock cycles) with each exchange, and gets nothing
-    back; returns how many values arrived wrong."""
-    fabric = transport._fabric
+    """Rank 0 gives all its rows to rank 1, and gets nothing back; returns how many values arrived wrong.
+
+    With ``credits`` rank 0 waits for room, and rank 1 is ``late`` (in clock cycles) with each exchange. Without, rank 1
+    reads nothing before rank 0 has written all exchanges, and each overwrites earlier ones."""
+    fabric, rank = transport._fabric, dist.get_rank()
     fabric.intranode.policy = CopyPolicy(push_below_bytes=below, push_below_bytes_per_range=0)
     plan = Plan(lay_out([1000], 2, rank_of=[0])[0], Tasks.sorted(*np.array([[0, 0, 1000, 1]]).T))
-    moves = ServerRoute.of(
-        route(plan, dist.get_rank()), KINDS, "cuda"
-    ).q_to_server  # 16 MB an exchange, 43 MB of memory
+    moves = ServerRoute.of(route(plan, rank), KINDS, "cuda").q_to_server  # 16 MB an exchange, 43 MB of memory
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     put = fabric.put
     if not credits:
@@ -293,9 +293,14 @@ def _send_only(transport, exchanges, below, credits, late=2_000_000):
         source = torch.full((moves.source_rows, 4096), float(number), device="cuda")
         destination = torch.zeros(moves.destination_rows, 4096, device="cuda")
         handle = transport.launch((Part(source, destination, moves),))
-        if dist.get_rank() == 1:
+        if rank == 1 and credits:
             torch.cuda._sleep(late)
+        if rank == 1 and not credits and number == 0:
+            dist.barrier()
         handle.wait()
         wrong += (destination != number).sum()
     fabric.put = put
+    torch.cuda.synchronize()
+    if rank == 0 and not credits:
+        dist.barrier()
     return int(wrong)
