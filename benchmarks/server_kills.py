@@ -48,7 +48,7 @@ def compared(ways: list[How], setup: Setup, seed: int = 0) -> dict[str, Any]:
     for schedule in (False, True):
         with tempfile.TemporaryDirectory(prefix="distca-kills-") as folder:
             wanted = runs[0][0].servers if schedule else []
-            patience = 120.0 + 30.0 * len(ways)
+            patience = 150.0 + 40.0 * len(ways)  # a start, and what steps may take
             runs.append(run_ranks(setup.homes, home, folder, ways, wanted, seed, setup, timeout=patience))
     lost, scheduled = runs
     for number, (one, other) in enumerate(zip(lost, scheduled, strict=True)):

@@ -16,6 +16,7 @@ LAUNCHES = 5000
 LONGEST_GAP_S = 0.3
 
 
+@pytest.mark.alone
 def test_other_threads_go_on_while_an_event_is_recorded_and_asked_for() -> None:
     stream, numbers = torch.cuda.Stream(), torch.zeros(8, device="cuda")
     launched, gaps, done = [0], [0.0], threading.Event()
@@ -65,4 +66,4 @@ def test_times_and_waits() -> None:
         end.record()
     end.wait(torch.cuda.current_stream())
     assert numbers.sum().item() == 1 << 20
-    assert end.query() and 5 < begin.elapsed_time(end) < 500
+    assert end.query() and 5 < begin.elapsed_time(end) < 5000

@@ -19,7 +19,7 @@ from distca.transport.select import why_not_nvshmem
 from tests.gpu.runs import keep_results, settings_line
 from tests.train.faults import Ended, run_with_fault
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.alone]
 
 AT_ONCE = 4
 """Runs; most of their time they start."""

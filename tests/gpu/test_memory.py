@@ -17,12 +17,12 @@ from distca.transport.select import why_not_nvshmem
 from tests.gpu.runs import keep_results, settings_line, train_on_gpus
 from tests.train.small_runs import steps_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 _A_CONTEXT = 2 << 30
 
 
 @pytest.fixture(autouse=True)
-def alone() -> None:
+def other_processes_are_gone() -> None:
     """What lies outside torch is the whole GPU's, other processes' memory too."""
     free, total = torch.cuda.mem_get_info()
     if total - free > _A_CONTEXT:

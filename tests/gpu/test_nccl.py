@@ -46,6 +46,7 @@ def reduce_beside_attention(first: bool) -> tuple[float, float]:
     return began.elapsed_time(reduced), began.elapsed_time(ended)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("first", [True, False])
 def test_a_reduction_beside_attention(first):
     """Without priority it waits for the kernel's end: the reason why there is priority."""

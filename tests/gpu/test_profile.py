@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.alone
 def test_linear_layers_of_8b_are_faster_in_fp8() -> None:
     from distca.commands.profile import fp8_scalings
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks import server_kills, server_speeds
-from benchmarks.server_kills_pool import How, Setup
+from benchmarks.server_kills_pool import Setup
 from distca.testing.ranks import run_ranks
+from megatron_patches.versions import has_gated_delta_net
 from tests.gpu.runs import settings_line
 from tests.train.small_runs import ROOT, steps_of
 
@@ -53,6 +54,8 @@ def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
     homes, servers, settings, apart = CASES[case]
     if "gated delta nets" in case:
         pytest.importorskip("fla", reason="needs fla-core")
+        if not has_gated_delta_net():
+            pytest.skip("Gated delta nets are served with Megatron-Core 0.19")
     per_gpu = servers if "one GPU" in case else 1
     if torch.cuda.device_count() < homes + servers // per_gpu:
         pytest.skip(f"needs {homes + servers // per_gpu} GPUs")
@@ -67,14 +70,17 @@ def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
     assert all(min(seconds) > 0 for seconds in served), "servers had nothing to do"
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_run_goes_on_without_a_lost_server_and_with_a_new_one(how: How) -> None:
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_without_lost_servers_and_with_new_ones() -> None:
+    """One is killed, the next one stopped, in one start."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     pool = Setup(homes=1, servers=1, gpus=True, sockets=True)
-    assert not server_kills.missed(server_kills.compared([how], pool))
+    assert not server_kills.missed(server_kills.compared(["killed", "stopped"], pool))
 
 
+@pytest.mark.alone
 def test_attention_is_levelled_to_what_speeds_allow() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

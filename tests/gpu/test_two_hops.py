@@ -54,6 +54,7 @@ def test_two_hops_over_nccl_are_right() -> None:
     assert run_ranks(2, _wrong, "nccl", timeout=300, gpus=True) == [0, 0]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["nccl", "nvshmem"])
 def test_two_hops_are_right_and_hide_behind_computation(name: str) -> None:
     if torch.cuda.device_count() < 2:
