@@ -13,6 +13,7 @@ environment of its own.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import shlex
 import subprocess
@@ -20,19 +21,30 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+from benchmarks.throughput.__main__ import asked_of
 from distca.log import setup_logging
 
 logger = logging.getLogger("distca.benchmarks")
 
 PART_S = 600
 """Seconds that all runs of a part may take together."""
+_START_S, _MODE_S = 45.0, 2.0
+"""Seconds that a start of the ranks takes until its second step, and that each later mode takes before its first step;
+measured on four H200."""
 _DENSE = "--config configs/llama-8b.yaml --model.layers 4 --model.vocabulary 32000 --data.tokens_per_rank 131072"
 _GEMMA, _HYBRID = (f"--config configs/{name}-cut.yaml" for name in ("gemma-3-like", "qwen3.5-9b-like"))
 _WHOLE = "--config configs/llama-8b.yaml --parallel.tp 2 --train.recompute all"
 """Context parallelism would need 159 GiB on 4 GPUs if MLPs alone were recomputed."""
 _MLP = "--train.recompute mlp"
 _FP8 = "--train.linears te --train.fp8 delayed"
+_STEPS = "--batches 6 --warm-up 3 --traced 1"
+"""Of each mode, where a run names no others behind these."""
+_FEWER_STEPS = "--batches 5 --warm-up 2 --traced 0"
+_OURS_S, _PEER_S = 330, 200
+"""Seconds for all modes of this project in one start, and for one mode of unmodified Megatron-Core."""
 _SOCKETS_GB_S = ("7", "9")
 """Rates of each GPU in an all-to-all and an all-gather over sockets, for predictions (benchmarks/results/README.md)."""
 
@@ -67,9 +79,9 @@ def runs_of(gpus: int) -> list[Run]:
     widest = f"cp{gpus}-keep distca"
     half = gpus // 2
     return [
-        *_beside_peers("dense", ours, degrees, f"{_DENSE} --parallel.tp 1 {_MLP}", 330, 90),
-        *_beside_peers("fp8", ours, degrees, f"{_DENSE} --parallel.tp 1 {_MLP} {_FP8}", 330, 90),
-        *_beside_peers("long", widest, [gpus], f"{_DENSE} --parallel.tp 1 {_MLP}", 300, 150, contexts=524_288),
+        *_beside_peers("dense", ours, degrees, f"{_DENSE} --parallel.tp 1 {_MLP}"),
+        *_beside_peers("fp8", ours, degrees, f"{_DENSE} --parallel.tp 1 {_MLP} {_FP8}"),
+        *_beside_peers("long", widest, [gpus], f"{_DENSE} --parallel.tp 1 {_MLP}", "--batches 3 --warm-up 2", 524_288),
         _throughput("tensor", "tensor", f"packed cp{half}-keep distca", f"{_DENSE} --parallel.tp 2 {_MLP}", 200),
         *(_pipeline(stages, gpus) for stages in (2, 4)),
         _throughput(
@@ -88,19 +100,19 @@ def runs_of(gpus: int) -> list[Run]:
 def _throughput(
     part: str, name: str, modes: str, model: str, seconds: int, how: str = "", contexts: int = 131_072
 ) -> Run:
-    batches = "--batches 6 --warm-up 3 --traced 1"
-    arguments = f"--output OUT --modes {modes} --contexts {contexts} {batches} {how} -- {model}"
+    arguments = f"--output OUT --modes {modes} --contexts {contexts} {_STEPS} {how} -- {model}"
     return Run(part, name, seconds, "benchmarks.throughput", arguments)
 
 
 def _beside_peers(
-    part: str, modes: str, degrees: list[int], model: str, seconds: int, peer_seconds: int, contexts: int = 131_072
+    part: str, modes: str, degrees: list[int], model: str, how: str = _FEWER_STEPS, contexts: int = 131_072
 ) -> Iterator[Run]:
-    """This project's modes, and behind them each of unmodified Megatron-Core in a start of its own, into one file."""
-    yield _throughput(part, part, modes, model, seconds, contexts=contexts)
+    """This project's modes, then each of unmodified Megatron-Core in a start of its own, into one file. Megatron-Core's
+    starts are a part of their own: attention plans of cuDNN take it about 100 s."""
+    yield _throughput(part, part, modes, model, _OURS_S, how, contexts)
     for degree in degrees:
         name, mode = f"{part}-peer{degree}", f"megatron-te{degree}-p2p"
-        run = _throughput(part, name, mode, model, peer_seconds, contexts=contexts)
+        run = _throughput(f"{part}-peers", name, mode, model, _PEER_S, how, contexts)
         yield replace(run, arguments=run.arguments.replace("OUT", f"OUT/../{part}"))
 
 
@@ -167,6 +179,18 @@ def predict(run: Run, folder: Path, gpus: int, gpu: str) -> None:
     target = ["--output", str(folder / "predicted.json")]
     folder.mkdir(parents=True, exist_ok=True)
     _call([sys.executable, "-m", "benchmarks.predict", *own, *of, *target, "--", *run.words(folder)], None)
+    if run.benchmark == "benchmarks.throughput":
+        needed = seconds_of(json.loads((folder / "predicted.json").read_text()), run.words(folder), gpus)
+        said = logger.info if needed <= run.seconds else logger.warning
+        said("%s needs about %.0f s and has %d.", run.name, needed, run.seconds)
+
+
+def seconds_of(predicted: dict[str, Any], words: list[str], gpus: int) -> float:
+    """How long a start with these arguments takes by its predicted steps, in seconds."""
+    settings = asked_of(words, gpus)
+    modes = [mode for cell in predicted["cells"].values() for mode in cell["modes"].values()]
+    steps = settings.warm_up + settings.batches + settings.traced
+    return _START_S + sum(_MODE_S + steps * fmean(mode["steps_s"]) for mode in modes)
 
 
 def execute(run: Run, folder: Path, gpus: int) -> None:

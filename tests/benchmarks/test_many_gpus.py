@@ -24,3 +24,12 @@ def test_every_command_can_be_started(gpus: int) -> None:
     for run in runs:
         seconds[run.part] += run.seconds
     assert max(seconds.values()) <= many_gpus.PART_S, seconds
+
+
+def test_seconds_of_a_start_follow_from_its_predicted_steps() -> None:
+    words = "--output out --modes packed distca --batches 4 --warm-up 2 --traced 1 -- --config configs/llama-8b.yaml "
+    words += "--parallel.tp 1 --data.tokens_per_rank 131072"
+    cells = {"pretrain 128K": {"modes": {"packed": {"steps_s": [2.0, 4.0]}, "distca": {"steps_s": [1.0, 3.0]}}}}
+    whole = many_gpus.seconds_of({"cells": cells}, words.split(), 4)
+    fewer = many_gpus.seconds_of({"cells": cells}, words.replace("--batches 4", "--batches 2").split(), 4)
+    assert whole - fewer == pytest.approx(2 * (3 + 2))
