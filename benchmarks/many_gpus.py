@@ -41,7 +41,7 @@ _WHOLE = "--config configs/llama-8b.yaml --parallel.tp 2 --train.recompute all"
 _MLP = "--train.recompute mlp"
 _FP8 = "--train.linears te --train.fp8 delayed"
 _STEPS = "--batches 6 --warm-up 3 --traced 1"
-"""Of each mode, where a run names no others behind these."""
+"""The steps of each mode, where a run names no others behind these."""
 _FEWER_STEPS = "--batches 5 --warm-up 2 --traced 0"
 _OURS_S, _PEER_S = 330, 200
 """Seconds for all modes of this project in one start, and for one mode of unmodified Megatron-Core."""
