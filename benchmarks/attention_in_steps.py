@@ -28,9 +28,9 @@ from distca.simulate.cad import planned
 from distca.versions import command_line, versions, write_report
 
 FILES = {
-    "baselines_2_gpus_128k": "128K",
-    "throughput_2_gpus_peers_128k": "128K, its peers",
-    "throughput_2_gpus_peers_64k": "64K",
+    "throughput_2_gpus_peers_128k": "128K",
+    "baselines_2_gpus_64k": "64K",
+    "throughput_2_gpus_peers_64k": "64K, traced",
     "baselines_2_gpus_64k_fp8": "64K, FP8",
     "baselines_4_gpus_128k": "128K, four GPUs",
 }

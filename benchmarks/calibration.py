@@ -49,7 +49,7 @@ _ALONE = {
     "expert_weight_s": (
         7.15e-5,
         "a layer with 128 weights of experts leaves two GPUs idle for 9.1 and 9.2 ms per nano-batch: DistCA and "
-        "context parallelism of benchmarks/results/experts_a3b_cut_2_gpus.json, ProLong",
+        "context parallelism of benchmarks/results/experts_a3b_cut_2_gpus_megatron.json, ProLong",
     ),
 }
 """Constants that are not fitted, and where they were measured."""

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from benchmarks.tables import MIXES, Figures, kept, rows
 
 FILES = (
+    "baselines_2_gpus_64k",
     "throughput_2_gpus_peers_64k",
     "throughput_2_gpus_peers_128k",
-    "baselines_2_gpus_128k",
     "linears_2_gpus_128k",
 )
 """The newest runs of LLaMA-like layers, of one kind of hardware each. Earlier ones are last."""

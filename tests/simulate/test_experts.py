@@ -153,7 +153,7 @@ def test_the_host_is_waited_for_by_weights_of_a_gpu_in_each_layer_and_nano_batch
 
 def test_rows_of_experts_take_what_was_measured() -> None:
     """Two H200, and the seconds in which each computed: kernels of all kinds but communication."""
-    content = json.loads((RESULTS / "experts_a3b_cut_2_gpus.json").read_text())
+    content = json.loads((RESULTS / "experts_a3b_cut_2_gpus_megatron.json").read_text())
     for cell in content["cells"].values():
         drawn = workloads_of(content, cell)
         for mode in ("cp2-keep", "distca"):
