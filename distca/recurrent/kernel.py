@@ -44,6 +44,10 @@ class CoreRows:
         """Zeros in the same shapes."""
         return CoreRows(*(torch.zeros_like(each) for each in self.all))
 
+    def unwritten(self, rows: int) -> CoreRows:
+        """New memory in the same shapes; zero from row ``rows`` on, where padding is, and not set before."""
+        return CoreRows(*(unwritten_like(each, rows) for each in self.all))
+
     @property
     def all(self) -> tuple[torch.Tensor, ...]:
         """The five tensors, in this order."""
@@ -116,6 +120,13 @@ class RecurrentKernel(Protocol):
             The gradients of the states before the pieces [P, H, K, V]; P is 0 unless they are ``wanted``.
         """
         ...
+
+
+def unwritten_like(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """New memory in the shape of ``tensor``; zero from row ``rows`` on, where padding is, and not set before."""
+    new = torch.empty_like(tensor)
+    new[rows:].zero_()
+    return new
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -31,7 +31,7 @@ import torch
 
 from distca.recurrent import CoreParameters, CoreRows, Recurrence, RecurrentKernel
 from distca.recurrent.convolution import core_rows
-from distca.recurrent.kernel import wide
+from distca.recurrent.kernel import unwritten_like, wide
 from distca.runtime.kept_rows import moved
 from distca.runtime.nodes import LayerCall, Node, graph_token
 from distca.runtime.recurrent_pieces import RankPieces, States, states_before
@@ -146,7 +146,7 @@ class RecurrentCall(LayerCall):
         self._parameters = parameters
         with self._pool.timeline.compute("summarise", *self._where, "forward"):
             rows, pieces = self._core_rows(), self._pieces
-            o_NHV = torch.zeros_like(rows.v)
+            o_NHV = unwritten_like(rows.v, pieces.rows)
             pieces.forward(rows, pieces.only, {}, o_NHV, wanted=False)
             own, self._transitions = pieces.inner_summaries(rows)
             self._own = dict(zip(pieces.first, pieces.forward(rows, pieces.first, {}, o_NHV), strict=True)) | own
@@ -179,7 +179,8 @@ class RecurrentCall(LayerCall):
     def _launch_state_gradients(self, do_NHV: torch.Tensor) -> None:
         with self._pool.timeline.compute("summarise", *self._where, "backward"):
             rows, do_NHV = self._core_rows(differentiable=True), do_NHV.contiguous()
-            gradients, pieces = rows.zeros_like(), self._pieces
+            pieces = self._pieces
+            gradients = rows.unwritten(pieces.rows)
             pieces.backward(rows, pieces.only, {}, do_NHV, {}, gradients, wanted=False)
             before_last = pieces.backward(rows, pieces.last, self._states, do_NHV, {}, gradients)
             self._own = dict(zip(pieces.last, before_last, strict=True))

@@ -23,12 +23,15 @@ class RankPieces:
     """This rank's pieces of one nano-batch, and the kernel that computes them.
 
     Attributes:
+        rows: how many rows the pieces have together. They follow each other from row 0 on, and padding follows them.
         only, first, inner, last: indices of pieces, by their place in their documents. An ``only`` piece is a whole
             document.
     """
 
     def __init__(self, routes: RecurrentRoutes, kernel: RecurrentKernel) -> None:
         self._spans, self._kernel = routes.pieces.spans, kernel
+        self.rows = self._spans[-1][1] if self._spans else 0
+        assert self.rows == sum(end - begin for begin, end in self._spans), "rows between pieces would never be written"
         places = list(zip(routes.opens, routes.closes, strict=True))
         self.only = [n for n, each in enumerate(places) if each == (True, True)]
         self.first = [n for n, each in enumerate(places) if each == (True, False)]
