@@ -1,7 +1,7 @@
-"""Computes the norm of gradients, and scales them for clipping, without waiting for the GPU at each weight.
+"""Computes the norm of gradients, and scales them for clipping, without waiting for the GPU.
 
 Megatron-Core's own function, which it uses without Transformer Engine and Apex, copies the norm of each weight's
-gradient to the host.
+gradient to the host. Newer versions leave the norm of all gradients on the GPU, if a function can scale by a tensor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ def norm_gradients_together() -> None:
         clip_grads.l2_norm_impl = _norm
     if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
         clip_grads.multi_tensor_scale_impl = _scale
+        if hasattr(clip_grads, "multi_tensor_scale_tensor_impl"):
+            clip_grads.multi_tensor_scale_tensor_impl = _scale_by_tensor
 
 
 def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
@@ -35,3 +37,12 @@ def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tenso
         torch._foreach_mul_(list(into), factor)
     else:
         utils.local_multi_tensor_scale(size, flag, tensors, factor)
+
+
+def _scale_by_tensor(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: torch.Tensor) -> None:
+    """Multiplies the first of two lists by ``factor``, of one element, and writes to the second.
+
+    Megatron gives the same list twice."""
+    given, into = tensors
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True))
+    torch._foreach_mul_(list(into), factor.reshape(()))

@@ -1,5 +1,7 @@
 """The norm and clipping of all gradients at once, held against Megatron's own functions."""
 
+from unittest import mock
+
 import pytest
 import torch
 from megatron.core import utils
@@ -14,6 +16,8 @@ SHAPES = ((3, 5), (0,), (1,), (700,))
 def _own(monkeypatch):
     monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    if hasattr(clip_grads, "multi_tensor_scale_tensor_impl"):
+        monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None)
     norm_gradients_together()
     assert clip_grads.l2_norm_impl is not utils.local_multi_tensor_l2_norm
 
@@ -44,3 +48,26 @@ def test_what_transformer_engine_brings_stays(monkeypatch):
     monkeypatch.setattr(clip_grads, "l2_norm_impl", len)
     norm_gradients_together()
     assert clip_grads.l2_norm_impl is len
+
+
+@pytest.mark.skipif(not hasattr(clip_grads, "multi_tensor_scale_tensor_impl"), reason="Megatron-Core is older.")
+@pytest.mark.parametrize("most", [0.5, 1e3])
+def test_gradients_are_clipped_without_reading_the_norm(most):
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    for weight, gradient in zip(weights, _gradients(), strict=True):
+        weight.grad = gradient
+    exact = torch.cat([each.double().flatten() for each in _gradients()])
+    on_cpu, names = torch.zeros, torch.Tensor.type
+    with (
+        mock.patch.object(torch, "zeros", lambda *size, device=None, **named: on_cpu(*size, **named)),
+        mock.patch.object(torch.Tensor, "type", lambda x: names(x).replace("torch.", "torch.cuda.")),
+        mock.patch.object(torch.distributed, "all_reduce"),
+        mock.patch.object(torch.Tensor, "item", side_effect=AssertionError),
+        mock.patch.object(torch.Tensor, "__bool__", side_effect=AssertionError),
+    ):
+        norm = clip_grads.get_grad_norm_fp32([weight.grad for weight in weights])
+        clip_grads.clip_grad_by_total_norm_fp32(weights, most, norm)
+    assert float(norm) == pytest.approx(float(exact.norm()), rel=1e-6)
+    clipped = torch.cat([weight.grad.flatten() for weight in weights])
+    assert torch.allclose(clipped.double(), exact * min(1, most / (float(exact.norm()) + 1e-6)), rtol=1e-6, atol=0)
+    assert most < 1 or torch.equal(clipped, torch.cat([each.flatten() for each in _gradients()]))
