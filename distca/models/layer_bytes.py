@@ -214,16 +214,16 @@ class LayerBytes:
         return self.hidden * (2 - self._mixes - bool(self.shape.latent.kv_rank))
 
     def _head_norms(self) -> int:
-        """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
-        copy queries out of it first, keep values as a part of it, and cosines and sines of their own."""
+        """Norms of query and key heads keep the projection. megatron's own layers copy queries out of it first, keep
+        values as a part of it, what each head was multiplied by, and cosines and sines of their own."""
         if not self.shape.qk_norm or self.kind.recurrent:
             return 0
-        head_dim = self.shape.resolved_head_dim
-        elements = self.q + self.kv
         if self.shape.variant.query_key_norm == "width":  # torch's operations, in float32
             return self.value * self.kv // 2 + 2 * 4 * (self.q + self.kv // 2)
-        if self._megatrons:
-            elements = 2 * self.q + self.kv // 2 + 4 * head_dim
+        if not self._megatrons:
+            return self.value * (self.q + self.kv)
+        head_dim = self.shape.resolved_head_dim
+        elements = 2 * self.q + self.kv // 2 + 4 * head_dim
         return self.value * elements + 4 * (self.q + self.kv // 2) // head_dim
 
     def _latent_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""The rotation of q and k by their positions (RoPE), in one pass with the split of the QKV projection.
+"""The rotation of q and k by their positions (RoPE), in one pass with the split of the QKV projection and heads' norms.
 
 RoPE turns *pairs* of a head's numbers by angles that depend on the position. N rows; F = (H + 2G)·D columns of a QKV
 projection; H query heads, G key/value heads, D head dimension; E pairs of a head that are turned.
@@ -8,10 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from distca.ops.rms_norm import rms_norm
 from distca.ops.triton import has_kernels
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of each head of q and of k, before these are turned.
+
+    Attributes:
+        query_D: factors of queries, in the dtype of the projection or a wider one.
+        key_D: factors of keys, likewise.
+        epsilon: added to the mean of squares.
+    """
+
+    query_D: torch.Tensor
+    key_D: torch.Tensor
+    epsilon: float
 
 
 @dataclass(frozen=True)
@@ -57,27 +73,34 @@ class Rotation:
         return not self.passed and not self.interleaved
 
 
-def split_and_rotate(mixed_NF: torch.Tensor, rotation: Rotation, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits a QKV projection in Megatron's layout, and rotates q and k.
+def split_and_rotate(
+    mixed_NF: torch.Tensor, rotation: Rotation, groups: int, norms: HeadNorms | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits a QKV projection in Megatron's layout, normalises heads of q and k, and rotates them.
 
     Args:
         mixed_NF: the projection's output: for each key/value head its query heads, the key and the value.
         rotation: the rotation of these rows.
         groups: number of key/value heads.
+        norms: of the heads; None for no norms.
 
     Returns:
-        q_NHD and kv_N2GD, differentiable with respect to mixed_NF. On GPUs one kernel reads and writes every number
-        once, and computes in float32, if it can compute this rotation.
+        q_NHD and kv_N2GD, differentiable with respect to mixed_NF and factors. On GPUs one kernel reads and writes
+        every number once, and computes in float32, if it can compute this rotation.
     """
     if rotation.has_kernel and has_kernels(mixed_NF, "rotation"):
         from distca.ops.triton import rotary as kernels
 
-        q_NHD, kv_N2GD = kernels.split_and_rotate(mixed_NF, rotation.cos_NE, rotation.sin_NE, groups)
+        q_NHD, kv_N2GD = kernels.split_and_rotate(mixed_NF, rotation.cos_NE, rotation.sin_NE, groups, norms)
     else:
         heads = mixed_NF.unflatten(1, (groups, -1, rotation.head_dim))
         turn = _turn_by(rotation, mixed_NF.dtype)
-        q_NHD = turn(heads[:, :, :-2].flatten(1, 2))
-        kv_N2GD = torch.stack((turn(heads[:, :, -2]), heads[:, :, -1]), dim=1)
+        q_NHD, k_NGD, v_NGD = heads[:, :, :-2].flatten(1, 2), heads[:, :, -2], heads[:, :, -1]
+        if norms is not None:
+            q_NHD = rms_norm(q_NHD, norms.query_D, norms.epsilon)
+            k_NGD = rms_norm(k_NGD, norms.key_D, norms.epsilon)
+        q_NHD = turn(q_NHD)
+        kv_N2GD = torch.stack((turn(k_NGD), v_NGD), dim=1)
     if rotation.query_scale_N is not None:
         q_NHD = q_NHD * rotation.query_scale_N.to(q_NHD.dtype)[:, None, None]
     return q_NHD, kv_N2GD

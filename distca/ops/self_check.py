@@ -20,7 +20,7 @@ from distca.ops.gate import SWIGLU, Gate
 from distca.ops.grouped_linear import Groups, add_biases, grouped_linear, has_grouped_products
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
-from distca.ops.rotary import Rotation, split_and_rotate
+from distca.ops.rotary import HeadNorms, Rotation, split_and_rotate
 from distca.ops.row_sums import expert_sums, row_dots
 from distca.ops.swiglu import swiglu
 from distca.ops.triton import Operation, refuse
@@ -52,6 +52,7 @@ class Widths:
         gate: the gate of experts.
         experts: whether the model has experts.
         expert_biases: whether these have biases.
+        head_norms: whether each head of queries and keys has a norm.
     """
 
     hidden: int
@@ -63,6 +64,7 @@ class Widths:
     gate: Gate = SWIGLU
     experts: bool = False
     expert_biases: bool = False
+    head_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,14 @@ def _rotation(draw: Draw, widths: Widths) -> Outputs:
     q_NHD, kv_N2GD = split_and_rotate(mixed_NF, rotation, groups)
     upstream = [draw(*q_NHD.shape), draw(*kv_N2GD.shape)]
     (d_mixed_NF,) = torch.autograd.grad((q_NHD, kv_N2GD), mixed_NF, upstream)
-    return {"q": q_NHD, "k, v": kv_N2GD, "the projection's gradient": d_mixed_NF}
+    found = {"q": q_NHD, "k, v": kv_N2GD, "the projection's gradient": d_mixed_NF}
+    if not widths.head_norms:
+        return found
+    query_D, key_D = (draw(dim).requires_grad_() for _ in range(2))
+    normed = split_and_rotate(mixed_NF, rotation, groups, HeadNorms(query_D, key_D, 1e-5))
+    d_mixed_NF, d_query_D, d_key_D = torch.autograd.grad(normed, (mixed_NF, query_D, key_D), upstream)
+    found |= {"normed q": normed[0], "normed k, v": normed[1], "the projection's gradient through norms": d_mixed_NF}
+    return found | {"the gradient of q's factors": d_query_D[None], "the gradient of k's factors": d_key_D[None]}
 
 
 def _swiglu(draw: Draw, ffn: int) -> Outputs:

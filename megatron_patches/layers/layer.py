@@ -32,7 +32,7 @@ from megatron_patches.layers.rotations import RowRotations
 from megatron_patches.model.added_to_forward import added_to_forward
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.fused_ops import SwigluMLP
-from megatron_patches.patches.norms import RMSNorm, norm_class
+from megatron_patches.patches.norms import RMSNorm, head_norms, norm_class
 from megatron_patches.steps.batch_context import PackedMicroBatch
 from megatron_patches.te.quantization import keeps_inputs
 
@@ -126,10 +126,12 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
     def _heads(self, mixed_NF: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self.self_attention
-        has_norms = not isinstance(attention.q_layernorm, IdentityOp | None)
+        has_norms, norms = not isinstance(attention.q_layernorm, IdentityOp | None), None
         if has_norms and not self.options.norm_after_rotation:
-            mixed_NF = self._normalize_heads(mixed_NF)
-        q_NHD, kv_N2GD = split_and_rotate(mixed_NF, rotation, attention.num_query_groups_per_partition)
+            norms = head_norms(attention.q_layernorm, attention.k_layernorm)
+            if norms is None:
+                mixed_NF = self._normalize_heads(mixed_NF)
+        q_NHD, kv_N2GD = split_and_rotate(mixed_NF, rotation, attention.num_query_groups_per_partition, norms)
         if has_norms and self.options.norm_after_rotation:
             k_NGD, v_NGD = kv_N2GD.unbind(1)
             q_NHD = attention.q_layernorm(q_NHD)

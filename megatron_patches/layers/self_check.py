@@ -43,7 +43,8 @@ def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> N
     heads, gate = (shape.heads, shape.kv_heads, shape.head_dim), gate_of(config) or SWIGLU
     experts = bool(config.num_moe_experts)
     biases = experts and config.add_bias_linear
-    widths = Widths(config.hidden_size, config.ffn_hidden_size // tp, *heads, latent, gate, experts, biases)
+    sizes = config.hidden_size, config.ffn_hidden_size // tp, *heads
+    widths = Widths(*sizes, latent, gate, experts, biases, head_norms=config.qk_layernorm and not latent)
     _check_operations(widths, config.params_dtype, device)
     kind = f"{config.fp8} {config.fp8_recipe}"
     if te and kind not in _products_checked:

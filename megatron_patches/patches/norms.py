@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.ops.cross_entropy import wide
 from distca.ops.rms_norm import add_rms_norm, fill_rms_norm, rms_norm
+from distca.ops.rotary import HeadNorms
 from distca.ops.triton import has_kernels
 from megatron_patches.model.added_to_forward import added_to_forward
 
@@ -58,6 +59,16 @@ class PlainRMSNorm(RMSNorm):
         super().__init__(config, hidden_size, eps, **named)
         self.zero_centered = False
         torch.nn.init.ones_(self.weight)
+
+
+def head_norms(query: Any, key: Any) -> HeadNorms | None:
+    """Returns the norms of queries and keys for ``split_and_rotate``; None if it cannot compute what they do."""
+    if not (isinstance(query, RMSNorm) and isinstance(key, RMSNorm)) or query.eps is None or query.eps != key.eps:
+        return None
+    if added_to_forward(query) or added_to_forward(key):
+        return None
+    of_query, of_key = (_factors(each.weight, each.zero_centered) for each in (query, key))
+    return HeadNorms(of_query, of_key, query.eps)
 
 
 class LayerNorm(torch.nn.LayerNorm):

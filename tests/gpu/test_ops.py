@@ -106,9 +106,10 @@ def test_loss_takes_a_chunk_of_logits_and_the_gradients(shards):
     assert taken <= chunk + gradients + (64 << 20)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rows,heads,groups,dim", [(1, 8, 2, 64), (777, 32, 8, 128), (301, 6, 1, 96), (0, 8, 2, 64)])
-def test_rotation_is_no_farther_from_float64_than_megatrons(rows, heads, groups, dim):
-    from distca.ops.rotary import Rotation, split_and_rotate
+def test_rotation_is_no_farther_from_float64_than_megatrons(rows, heads, groups, dim, normed):
+    from distca.ops.rotary import HeadNorms, Rotation, split_and_rotate
 
     generator = torch.Generator("cuda").manual_seed(rows)
     angles = torch.randn(rows, 1, 1, dim // 2, device="cuda", generator=generator) * 1e4
@@ -119,10 +120,13 @@ def test_rotation_is_no_farther_from_float64_than_megatrons(rows, heads, groups,
         for shape in ((heads, dim), (2, groups, dim))
     )
 
+    factors = [1 + 0.1 * torch.randn(dim, device="cuda", generator=generator).bfloat16() for _ in range(2 * normed)]
+
     def everything(dtype, device):
-        x = mixed.to(device, dtype).requires_grad_()
-        outputs = split_and_rotate(x, Rotation(rotation.cos_NE.to(device), rotation.sin_NE.to(device)), groups)
-        return *outputs, *torch.autograd.grad(outputs, x, [g.to(device, dtype) for g in (q, kv)])
+        x, *of_norms = leaves = [each.to(device, dtype).requires_grad_() for each in (mixed, *factors)]
+        norms = HeadNorms(*of_norms, 1e-6) if normed else None
+        outputs = split_and_rotate(x, Rotation(rotation.cos_NE.to(device), rotation.sin_NE.to(device)), groups, norms)
+        return *outputs, *torch.autograd.grad(outputs, leaves, [g.to(device, dtype) for g in (q, kv)])
 
     # On CPUs the plain version runs, in bfloat16 with the rounding of megatron-core's unfused one.
     exact = everything(torch.float64, "cpu")

@@ -72,7 +72,7 @@ def test_operations_pass_with_every_seed(dtype):
     from distca.ops import self_check
 
     for run in self_check._operations(
-        self_check.Widths(4096, 14336, 32, 8, 128, experts=True, expert_biases=True)
+        self_check.Widths(4096, 14336, 32, 8, 128, experts=True, expert_biases=True, head_norms=True)
     ).values():
         for seed in range(5):
             assert self_check.why_wrong(run, dtype, GPU, seed) is None

@@ -14,7 +14,7 @@ from distca.testing.ranks import run_ranks
 
 CPU, WIDTHS = (
     torch.device("cpu"),
-    Widths(96, 80, 4, 2, 24, (40,), Gate(1.702, 1.0, 7.0), experts=True, expert_biases=True),
+    Widths(96, 80, 4, 2, 24, (40,), Gate(1.702, 1.0, 7.0), experts=True, expert_biases=True, head_norms=True),
 )
 
 
@@ -43,12 +43,12 @@ def _wrong(name):
     def rms_norm(x, weight, epsilon):
         return _rms_norm(x, weight, epsilon + (0.05 if x.dtype != torch.float64 else 0))
 
-    def rotate(mixed, rotation, groups):
-        q, kv = _rotate(mixed, rotation, groups)
+    def rotate(mixed, rotation, groups, *norms):
+        q, kv = _rotate(mixed, rotation, groups, *norms)
         return (q, kv) if mixed.dtype == torch.float64 else (q.roll(1, 1), kv)
 
-    def row_rotated_late(mixed, rotation, groups):
-        q, kv = _rotate(mixed, rotation, groups)
+    def row_rotated_late(mixed, rotation, groups, *norms):
+        q, kv = _rotate(mixed, rotation, groups, *norms)
         if mixed.dtype != torch.float64:
             q = torch.cat((q[:-1], q[-1:] * 1.2))
         return q, kv

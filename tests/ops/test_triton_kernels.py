@@ -20,6 +20,7 @@ CASES = {
     "core_rows": [(0, 8), (1, 16), (2, 12)],
     "expert_gradients": [(8, 16), (136, 264)],
     "expert_sums": [(5, 96), (3, 2100)],
+    "normed_rotation": [(0, 8), (1, 16), (3, 24), (70, 8)],
     "row_dots": [(1, 64), (333, 96)],
     "swiglu": [(3, 96), (2, 5000)],
 }
@@ -141,6 +142,37 @@ def _check_expert_sums(rows, columns, dtype):
     exact, stock = beside[pairs].sum(1), plain(x, pairs)
     assert relative_error(plain(x.double(), pairs), exact) <= 1e-15
     assert relative_error(sums, exact) <= 1.05 * relative_error(stock, exact) + 1e-7
+
+
+def _check_normed_rotation(rows, dim, dtype):
+    """With several queries for a key and with one, and with more groups than a program's."""
+    from distca.ops import rotary as plain
+    from distca.ops.triton import rotary as kernels
+
+    generator = torch.Generator().manual_seed(rows)
+    heads, groups = [(6, 2), (3, 3)][rows % 2]
+    shapes = (rows, (heads + 2 * groups) * dim), (dim,), (dim,), (rows, heads, dim), (rows, 2, groups, dim)
+    mixed, query, key, *upstream = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    angles = 1e3 * torch.rand(rows, dim // 2, generator=generator)
+    rotation = plain.Rotation(angles.cos(), angles.sin())
+
+    def found(compute, held):
+        leaves = [each.to(held).requires_grad_() for each in (mixed, query, key)]
+        out = compute(leaves[0], plain.HeadNorms(*leaves[1:], 1e-3))
+        gradients = torch.autograd.grad(out, leaves, [each.to(held) for each in upstream])
+        return [*(each.detach() for each in out), *gradients]
+
+    def fused(mixed, norms):
+        return kernels.split_and_rotate(mixed, rotation.cos_NE, rotation.sin_NE, groups, norms)
+
+    def by_torch(mixed, norms):
+        return plain.split_and_rotate(mixed, rotation, groups, norms)
+
+    for mine, theirs, exact in zip(
+        found(fused, dtype), found(by_torch, dtype), found(by_torch, torch.float64), strict=True
+    ):
+        assert mine.dtype == theirs.dtype and mine.shape == exact.shape
+        assert relative_error(mine, exact) <= 1.05 * relative_error(theirs, exact) + 2e-7
 
 
 def _check_row_dots(rows, columns, dtype):

@@ -129,8 +129,10 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mixed_NF: torch.Tensor, cos_NE: torch.Tensor, sin_NE: torch.Tensor, groups: int) -> Any:
-        ctx.save_for_backward(cos_NE, sin_NE)
+    def forward(
+        ctx: Any, mixed_NF: torch.Tensor, cos_NE: torch.Tensor, sin_NE: torch.Tensor, groups: int, *factors: Any
+    ) -> Any:
+        ctx.save_for_backward(cos_NE, sin_NE, *([mixed_NF] if factors else []), *factors)
         rows, dim = len(mixed_NF), 2 * cos_NE.shape[1]
         heads = mixed_NF.shape[1] // dim - 2 * groups
         return mixed_NF.new_zeros(rows, heads, dim), mixed_NF.new_zeros(rows, 2, groups, dim)
@@ -138,7 +140,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         columns = sum(each.shape[1:].numel() for each in gradients)
-        return gradients[0].new_zeros(len(gradients[0]), columns), None, None, None
+        factors = ctx.saved_tensors[3:]
+        return gradients[0].new_zeros(len(gradients[0]), columns), None, None, None, *map(torch.zeros_like, factors)
 
 
 class _Gated(torch.autograd.Function):
@@ -196,7 +199,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
     patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
     patch(dispatch, "expert_sums", lambda x, pairs: x.new_zeros(len(pairs), *x.shape[1:]))
     for module in (layer, fused_rope):
-        patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))
+        patch(module, "split_and_rotate", rotate)
     if has_gated_delta_net():
         from megatron.core.ssm.gated_delta_net import GatedDeltaNet
         from megatron.core.transformer.attention import Attention
@@ -209,6 +212,12 @@ def allocate_as_on_gpus(patch: Any) -> None:
     room, start = CollectiveTransport._all_to_all, _AllToAll.start
     patch(CollectiveTransport, "_all_to_all", lambda self, part: _unseen(room, self, part))
     patch(_AllToAll, "start", lambda self: _unseen(start, self))
+
+
+def rotate(mixed: torch.Tensor, rotation: Any, groups: int, norms: Any = None) -> Any:
+    """Takes the place of ``split_and_rotate``."""
+    factors = () if norms is None else (norms.query_D, norms.key_D)
+    return _Rotate.apply(mixed, rotation.cos_NE, rotation.sin_NE, groups, *factors)
 
 
 def _unseen(function: Any, *arguments: Any) -> Any:

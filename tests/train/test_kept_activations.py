@@ -8,7 +8,7 @@ from distca.testing.ranks import run_cases
 from distca.train.config.cli import parse_run_config
 from distca.train.run.memory import predict_memory
 from megatron_patches.versions import has_gated_delta_net
-from tests.train.live_memory import LeanNorm, LiveBytes
+from tests.train.live_memory import LeanNorm, LiveBytes, rotate
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +48,7 @@ def _counted(cases, layers, qk_norm, variant):
 
     use_cpu()
     from distca import CAD
+    from megatron_patches.layers import layer
     from megatron_patches.model.gpt import build_gpt, transformer_config
     from megatron_patches.model.model_variant import model_options
     from megatron_patches.patches.norms import RMSNorm
@@ -55,6 +56,8 @@ def _counted(cases, layers, qk_norm, variant):
     from megatron_patches.training.training_step import summed_loss_step
 
     RMSNorm.forward = lambda self, x: LeanNorm.apply(x, self.weight)
+    if qk_norm:
+        layer.split_and_rotate = rotate
     initialize_model_parallel(1, 1, 1)
     found = []
     for attention, recompute in cases:
