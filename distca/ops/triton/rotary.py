@@ -12,7 +12,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 Norms = tuple[torch.Tensor, torch.Tensor, float]
-"""What :class:`distca.ops.rotary.HeadNorms` holds."""
+"""The values of :class:`distca.ops.rotary.HeadNorms`."""
 
 _GROUPS_PER_PROGRAM = 64
 """Groups of a program in backward through norms, which adds up its heads' part of the factors' gradients."""
