@@ -214,8 +214,8 @@ class LayerBytes:
         return self.hidden * (2 - self._mixes - bool(self.shape.latent.kv_rank))
 
     def _head_norms(self) -> int:
-        """Norms of query and key heads keep the projection. megatron's own layers copy queries out of it first, and keep
-        values as a part of it. They also keep what each head was multiplied by, and cosines and sines."""
+        """Norms of query and key heads keep the projection. megatron's own layers copy queries out of it first, and
+        keep values as a part of it. They also keep what each head was multiplied by, and cosines and sines."""
         if not self.shape.qk_norm or self.kind.recurrent:
             return 0
         if self.shape.variant.query_key_norm == "width":  # torch's operations, in float32
