@@ -62,6 +62,7 @@ def join_pool(
             between_models = CollectiveTransport(server_pool_group())
     else:
         buffer_gb, waits = given.nvshmem_buffer_gb or needed, not given.ping_pong
+        buffer_gb = buffer_gb if given.disaggregate else 0
         transport = choose_transport(given.transport, server_pool_group(), buffer_gb, waits_at_once=waits)
     parking = Offload(device) if given.offload else None
     return AttentionPool(transport, kernel, Timeline(device), how, parking, between_models)

@@ -41,8 +41,7 @@ def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunCo
     if mode.unsplit:
         cad = replace(cad, ping_pong=False)
     train = config.train if cad.enabled else replace(config.train, offload="none")
-    # Baselines need no symmetric memory, and limits on links are NCCL's.
-    if world.device.type == "cuda" and (not mode.disaggregated or settings.slow_links):
+    if world.device.type == "cuda" and settings.slow_links:  # limits on links are NCCL's
         cad = replace(cad, transport="nccl")
     return replace(config, data=data, cad=cad, train=train)
 

@@ -58,7 +58,7 @@ def choose_transport(
         name: "nvshmem", "nccl", "gloo" or "auto". "auto" takes NVSHMEM if the pool is on one node and NVSHMEM works;
             otherwise it takes the backend of ``group``.
         group: process group of the pool.
-        buffer_gb: size of NVSHMEM's receive buffer, in GiB per rank.
+        buffer_gb: size of NVSHMEM's receive buffer, in GiB per rank; 0 if no rows travel. NVSHMEM does not start then.
         waits_at_once: whether callers wait for an exchange right after its launch, and compute nothing meanwhile.
 
     Raises:
@@ -70,6 +70,8 @@ def choose_transport(
     ranks = tuple(dist.get_process_group_ranks(group))
     collective = CollectiveTransport(group)
     fallback = collective if name == "auto" else None
+    if name in ("auto", "nvshmem") and not buffer_gb:
+        return collective
     if name in ("auto", "nvshmem") and ranks in _started:
         return _started_before(ranks, buffer_gb, fallback, waits_at_once)
     reason = None

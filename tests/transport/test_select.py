@@ -138,7 +138,9 @@ def _twice(name):
     select._nvshmem_transport = lambda *_: _Started()
     handler = logging.handlers.BufferingHandler(99)
     logging.getLogger("distca.transport.select").addHandler(handler)
+    assert select.choose_transport(name, dist.group.WORLD, 0).name == "gloo"  # no rows travel
     first, *others = [select.choose_transport(name, dist.group.WORLD, gb) for gb in (0.5, 0.5, 2.0)]
+    assert first.name == "nvshmem"
     assert all(other is first for other in others)
     return [record.getMessage() for record in handler.buffer if record.levelno == logging.WARNING]
 

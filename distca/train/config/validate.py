@@ -152,7 +152,7 @@ def _fewer_bytes(config: RunConfig) -> list[str]:
             f"train.moments is {train.moments}, but {why}; set train.moments to float32, or train.precision to bf16 "
             "and optimizer.distributed to true."
         )
-    if train.moments != "float32" and config.optimizer.beta2 > LARGEST_NARROW_BETA2:
+    if train.moments != "float32" and config.optimizer.beta2 > LARGEST_NARROW_BETA2 and not train.evaluate:
         problems.append(
             f"train.moments is {train.moments}, but optimizer.beta2 is {config.optimizer.beta2:g}, with which a second "
             f"moment in it would stay as it is; lower beta2 to {LARGEST_NARROW_BETA2}, or set train.moments to float32."

@@ -42,9 +42,9 @@ class HostMemory(NamedTuple):
 
 
 def receive_buffer(config: RunConfig, world_size: int) -> int:
-    """Bytes of NVSHMEM's receive buffer on a GPU, where it may be made; it is with cad.enabled false too."""
+    """Bytes of NVSHMEM's receive buffer on a GPU, where it may be made."""
     cad = config.cad
-    used = cad.transport in ("auto", "nvshmem") and world_size > config.parallel.tp and not cad.servers
+    used = cad.enabled and cad.transport in ("auto", "nvshmem") and world_size > config.parallel.tp and not cad.servers
     return int(config.resolved_nvshmem_buffer_gb * GIB) if used else 0
 
 

@@ -264,6 +264,8 @@ def test_a_cost_table_is_read_before_anything_starts(tmp_path: Path) -> None:
         "--cad.nvshmem_buffer_gb 2.5",
         "--cad.enabled false --cad.transport nccl --cad.nvshmem_buffer_gb 2.5 --data.context_length 1024",
         "--train.evaluate true --train.validate_every 5 --data.validation_fraction 0 --checkpoint.resume latest",
+        "--train.evaluate true --checkpoint.resume latest --train.precision bf16 --train.moments bfloat16 "
+        "--optimizer.beta2 0.999",
         "--data.whole_documents true --data.context_length 1024",
         "--train.steps 1 --optimizer.warmup_steps 0",
         "--optimizer.schedule constant --optimizer.lr 1e-5",

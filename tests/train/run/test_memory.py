@@ -83,7 +83,6 @@ def test_measured_peaks_with_128k_tokens_are_predicted(name: str, mode: str) -> 
 def test_measured_peaks_of_a_hybrid_are_predicted(mode: str) -> None:
     report = json.loads((RESULTS / "hybrid_qwen3.5_9b_cut_2_gpus.json").read_text())
     settings = ["--data.context_length", "131072", "--cad.enabled", str(mode == "distca").lower()]
-    settings += ["--cad.transport", "auto" if mode == "distca" else "nccl"]  # as they ran
     config = parse_run_config(["--config", str(RESULTS.parents[1] / "configs/qwen3.5-9b-like-cut.yaml"), *settings])
     (stage,) = predict_memory(config, 2, config.model.vocabulary)
     predicted = (stage.total + receive_buffer(config, 2)) / GIB
@@ -120,7 +119,6 @@ def test_measured_peaks_of_8b_are_predicted(name: str) -> None:
     for mode, kinds in report["cells"]["pretrain 128K"].items():
         for kind, figures in kinds.items():
             settings = ["--train.recompute", "all", "--cad.enabled", str(mode == "distca").lower(), *WHOLE_8B[name]]
-            settings += ["--cad.transport", "auto" if mode == "distca" else "nccl"]  # as they ran
             config = parse_run_config([*words[words.index("--") + 1 :], *KINDS[kind], *settings])
             (stage,) = predict_memory(config, gpus, config.data.vocabulary)
             predicted = (stage.total + receive_buffer(config, gpus)) / GIB
