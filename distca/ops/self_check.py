@@ -21,6 +21,7 @@ from distca.ops.grouped_linear import Groups, add_biases, grouped_linear, has_gr
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
 from distca.ops.rotary import HeadNorms, Rotation, split_and_rotate
+from distca.ops.router_linear import router_linear
 from distca.ops.row_sums import expert_sums, row_dots
 from distca.ops.swiglu import swiglu
 from distca.ops.triton import Operation, refuse
@@ -177,6 +178,7 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[Draw], Outputs]]:
         "expert sums": lambda draw: _expert_sums(draw, widths.hidden),
     }
     if widths.experts:  # else no rank waits for its kernel to be compiled
+        found["router products"] = _router_products
         found["expert gradients"] = _expert_gradients
     if widths.expert_biases:
         found["bias gradients"] = _bias_gradients
@@ -264,6 +266,14 @@ def _weight_gradients(draw: Draw) -> Outputs:
 def _row_sums(draw: Draw, columns: int) -> Outputs:
     a_ND, b_ND = draw(_ROWS, columns), draw(_ROWS, columns)
     return {"the sums": row_dots(a_ND, b_ND)[:, None]}
+
+
+def _router_products(draw: Draw) -> Outputs:
+    hidden, experts = 1024, 16
+    x, weight = draw(_ROWS, hidden).requires_grad_(), draw(experts, hidden).requires_grad_()
+    logits = router_linear(x, weight)
+    d_x, d_weight = torch.autograd.grad(logits, (x, weight), draw.wide(_ROWS, experts))
+    return {"the logits": logits, "the rows' gradient": d_x, "the weight's gradient": d_weight}
 
 
 def _expert_sums(draw: Draw, columns: int) -> Outputs:

@@ -121,19 +121,20 @@ class MicroBatchBalance:
 
         Args:
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
-            chosen_NE: bool, true for the experts to which a row is sent. Router biases and groups of experts may make
-                them other experts than those of ``best_NE``.
+            chosen_NE: bool, true for the experts to which a row is sent. It is ``best_NE`` itself, unless router biases
+                or groups of experts may make them other experts.
             entropy_N: entropy of each row's scores, in nats.
         """
         if not (self._counting and self.training):
             return
         index, real = self._index[layer], nano_batch.real_N[:, None]
         best = (best_NE & real).float()
+        chosen = best if chosen_NE is best_NE else chosen_NE & real
         if self.per_document:
             self._best[index].index_add_(0, nano_batch.document_N.clamp(min=0), best)
         else:
             self._best[index, 0] += best.sum(0)
-        self._load[index] += (chosen_NE & real).sum(0)
+        self._load[index] += chosen.sum(0)
         self._entropy[index] += (entropy_N * nano_batch.real_N).sum()
 
     def finish(self) -> None:

@@ -67,9 +67,14 @@ class Dispatch:
         self._ranks, self._me = group.size(), dist.get_rank(group)
         self._experts_here = experts // self._ranks
         self._pairs: _Pairs | None = None
-        self._sent_row_S = self._place_NG = None
+        self._sent_row_S: torch.Tensor | None = None
+        self._place_NG: torch.Tensor | None = None  # where each row's result from each rank is; None with one rank
         if goes_NG is None:
-            self.sent, self.received = [len(expert_NK)] * self._ranks, list(rows_G)
+            rows = len(expert_NK)
+            self.sent, self.received = [rows] * self._ranks, list(rows_G)
+            if self._ranks > 1:
+                places = torch.arange(self._ranks * rows, device=expert_NK.device)
+                self._place_NG = places.view(self._ranks, rows).T.contiguous()
             return
         answer = question.read()
         self.sent, self.received = answer[self._me, experts:].tolist(), answer[:, experts + self._me].tolist()
@@ -110,12 +115,8 @@ class Dispatch:
         return x_N[self._sent_row_S]
 
     def collected(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Returns [N, ...] each row's sum of the results from the ranks to which the row was sent."""
-        if self._ranks == 1:
-            return x_S
-        if self._place_NG is None:
-            return x_S.view(self._ranks, -1, *x_S.shape[1:]).sum(0)
-        return expert_sums(x_S, self._place_NG)
+        """Returns [N, H] each row's sum of the results from the ranks to which the row was sent."""
+        return x_S if self._place_NG is None else expert_sums(x_S, self._place_NG)
 
     @property
     def has_arrived(self) -> bool:

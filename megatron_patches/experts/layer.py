@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
+from distca.ops.router_linear import is_faster, router_linear
 from megatron_patches.experts.balance import NanoBatch, balanced, coefficient, with_loss
 from megatron_patches.experts.dispatch import Dispatch
 from megatron_patches.experts.exchange import Exchange
@@ -71,7 +72,7 @@ class BalancedRouter(TopKRouter):
             score_function=self.score_function,
             expert_bias=self.expert_bias,
         )
-        best, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+        best, scores = self._scored(logits, chosen)
         assert self.layer_number is not None
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
@@ -82,6 +83,22 @@ class BalancedRouter(TopKRouter):
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
             probs = balanced(probs, scores, nano_batch, self.layer_number)
         return probs, chosen
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns [..., experts] logits of ``input``, [..., hidden]."""
+        plain = self.bias is None and self.config.moe_router_dtype == "fp32"
+        if plain and is_faster(input, self.weight):
+            return router_linear(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
+        logits: torch.Tensor = super().gating(input)
+        return logits
+
+    def _scored(self, logits: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns [rows, experts] bool, true for each row's experts with the highest scores; and the scores."""
+        by_score_alone = self.expert_bias is None and not self.config.moe_router_group_topk
+        if by_score_alone and self.score_function == "softmax":
+            return chosen, torch.softmax(logits, -1, dtype=torch.float32)
+        best, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+        return best, scores
 
 
 class NanoBatchExperts(MoELayer):

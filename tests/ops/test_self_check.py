@@ -34,7 +34,7 @@ _swiglu, _rms_norm, _rotate = self_check.swiglu, self_check.rms_norm, self_check
 _statistics, _gradient, _add = self_check.row_statistics, self_check.logits_to_gradient_, self_check.add_product
 _row_dots = self_check.row_dots
 _expert_sums, _grouped_linear = self_check.expert_sums, self_check.grouped_linear
-_add_biases = self_check.add_biases
+_add_biases, _router_linear = self_check.add_biases, self_check.router_linear
 
 
 def _wrong(name):
@@ -75,6 +75,10 @@ def _wrong(name):
     def of_other_pairs(x, pairs):
         return _expert_sums(x, pairs if x.dtype == torch.float64 else pairs.roll(1))
 
+    def as_of_bfloat16(x, weight):
+        logits = _router_linear(x, weight)
+        return logits if x.dtype == torch.float64 else logits.bfloat16().float()
+
     def of_the_next_expert(x, weights, groups, into_main_grad):
         return _grouped_linear(
             x, weights if x.dtype == torch.float64 else weights[1:] + weights[:1], groups, into_main_grad
@@ -98,6 +102,7 @@ def _wrong(name):
         "SwiGLU without its limit": ("swiglu", without_limit),
         "row sums": ("row_dots", sums),
         "expert sums": ("expert_sums", of_other_pairs),
+        "router products": ("router_linear", as_of_bfloat16),
         "expert gradients": ("grouped_linear", of_the_next_expert),
         "bias gradients": ("add_biases", of_the_next_bias),
     }[name]
@@ -118,6 +123,7 @@ def _wrong(name):
         "SwiGLU without its limit",
         "row sums",
         "expert sums",
+        "router products",
         "expert gradients",
         "bias gradients",
     ],

@@ -13,6 +13,7 @@ Operation = Literal[
     "cross-entropy",
     "weight gradients",
     "row sums",
+    "router products",
     "expert sums",
     "expert gradients",
     "bias gradients",

@@ -1,8 +1,91 @@
 """Routers whose rows come in halves."""
 
-import torch
+from collections import Counter
 
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distca.testing.reference_attention import relative_error
+from megatron_patches.experts import layer
+from megatron_patches.experts.balance import MicroBatchBalance
 from megatron_patches.experts.layer import BalancedRouter
+
+ROWS, HIDDEN, EXPERTS, TOPK = 37, 64, 8, 2
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+def _router(**fields):
+    """Without what Megatron's own constructor needs process groups for."""
+    router = BalancedRouter.__new__(BalancedRouter)
+    torch.nn.Module.__init__(router)
+    sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 1, "num_moe_experts": EXPERTS}
+    balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    router.config = TransformerConfig(**sizes, **balance, moe_router_topk=TOPK, moe_router_dtype="fp32", **fields)
+    router.topk, router.score_function, router.layer_number = TOPK, router.config.moe_router_score_function, 1
+    router.bias = router.expert_bias = None
+    router.enable_expert_bias = False
+    router.weight = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1)))
+    return router
+
+
+def _nano_batch(router):
+    documents = torch.zeros(ROWS, dtype=torch.int64)
+    documents[-3:] = -1
+    return MicroBatchBalance(router.config, [1], documents, [ROWS], 1, True).nano_batch(0)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_chosen_experts_are_sorted_out_once_and_counted_as_megatron_counts(before):
+    router = _router(moe_router_pre_softmax=before)
+    nano_batch, hidden = _nano_batch(router), torch.randn(ROWS, 1, HIDDEN)
+    with _Operations() as operations:
+        _, chosen = router(hidden, nano_batch)
+    assert operations.count["topk"] == 1
+    logits = hidden[:, 0] @ router.weight.t()
+    best, scores = compute_routing_scores_for_aux_loss(logits, TOPK, router.score_function)
+    assert torch.equal(chosen, best)
+    counted = best[:-3].sum(0).float()
+    assert torch.equal(nano_batch.balance._best[0, 0], counted) and torch.equal(nano_batch.balance._load[0], counted)
+    entropy = -torch.special.xlogy(scores, scores).sum(1)[:-3].sum()
+    assert float(nano_batch.balance._entropy[0]) == pytest.approx(float(entropy), rel=1e-6)
+
+
+def test_products_of_bfloat16_matrices_are_as_near_to_float64_as_megatrons(monkeypatch):
+    router = _router().bfloat16()
+    hidden = torch.randn(ROWS, 1, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    upstream = torch.randn(ROWS, 1, EXPERTS, generator=torch.Generator().manual_seed(3))
+
+    def found(gating, rows, weight):
+        out = gating(rows)
+        assert out.shape == upstream.shape
+        return [out.detach(), *torch.autograd.grad(out, (rows, weight), upstream.to(out.dtype))]
+
+    rows, wide = hidden.requires_grad_(), hidden.detach().double().requires_grad_()
+    weight = router.weight.detach().double().requires_grad_()
+    exact = found(lambda x: x @ weight.t(), wide, weight)
+    stock = found(router.gating, rows, router.weight)
+    monkeypatch.setattr(layer, "is_faster", lambda *_: True)
+    ours = found(router.gating, rows, router.weight)
+    for mine, theirs, expected in zip(ours, stock, exact, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert relative_error(mine, expected) <= 1.01 * relative_error(theirs, expected) + 1e-7
 
 
 def test_biases_and_counts_stay_float32_where_weights_are_cast():
