@@ -5,10 +5,9 @@ import warnings
 import pytest
 import torch
 
-from distca.testing.ranks import run_ranks
-
 # As for kernels: a few roundings of bfloat16. Ring attention merges partial outputs in float32.
 TOLERANCE = 6e-3
+KERNELS = ("flash4", "torch")
 
 
 def _errors(kernel, names):
@@ -24,9 +23,10 @@ def _errors(kernel, names):
     return attention_errors(modes, lengths, AttentionShape(16, 4, 128), torch.bfloat16, device, chosen)
 
 
-@pytest.mark.parametrize("kernel", ["flash4", "torch"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention(ranks, kernel):
+def test_attention(starts, ranks, kernel):
     names = [f"cp{ranks}", f"cp{ranks}-keep", f"ring{ranks}", f"ulysses{ranks}"]
-    for name, errors in run_ranks(ranks, _errors, kernel, names, timeout=300, gpus=True)[0].items():
+    cases = {f"{ranks}-{each}": (_errors, each, names) for each in KERNELS}
+    for name, errors in starts.result(f"{ranks} ranks", f"{ranks}-{kernel}", ranks, cases).items():
         assert max(errors.values()) < TOLERANCE, (name, errors)

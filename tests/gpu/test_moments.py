@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distca.testing.ranks import run_ranks
 from megatron_patches.te.installed import why_not_supported
 from tests.gpu.runs import train_on_gpus
+from tests.gpu.starts import Starts
 from tests.train.small_runs import steps_of
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(why_not_supported() is not None, reason=str(why_not_supported())),
 ]
 
 NARROW = {"train.gradients": "bfloat16", "train.moments": "bfloat16"}
+RECIPES = ("none", "current")
 
 
 def _train_and_resume(folder: Path, settings: dict[str, Any]) -> None:
@@ -42,12 +44,18 @@ def _train_and_resume(folder: Path, settings: dict[str, Any]) -> None:
     train_on_gpus([common | settings | wide | {"checkpoint.resume": folder / "wider"}])
 
 
-@pytest.mark.parametrize("fp8", ["none", "current"])
-def test_a_resumed_run_equals_an_uninterrupted_one(fp8: str, tmp_path: Path) -> None:
-    run_ranks(2, _train_and_resume, tmp_path, NARROW | {"train.fp8": fp8}, gpus=True, timeout=300)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs."""
+    return tmp_path_factory.mktemp("moments")
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_a_resumed_run_equals_an_uninterrupted_one(fp8: str, folder: Path, starts: Starts) -> None:
+    cases = {each: (_train_and_resume, folder / each, NARROW | {"train.fp8": each}) for each in RECIPES}
+    starts.result("all", fp8, 2, cases)
     for key in ("loss", "grad_norm"):
-        run = steps_of(tmp_path / "run", key)
-        assert steps_of(tmp_path / "resumed", key) == run
+        run, resumed, wider = (steps_of(folder / fp8 / name, key) for name in ("run", "resumed", "wider"))
+        assert resumed == run
         assert len(set(run.values())) == 4
-        wider = steps_of(tmp_path / "wider", key)
         assert wider[3] == pytest.approx(run[3], rel=1e-2) and wider[4] == pytest.approx(run[4], rel=5e-2)

@@ -6,13 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distca.testing.ranks import run_ranks
 from megatron_patches.versions import has_gated_delta_net
 
+pytestmark = pytest.mark.timeout(900)
+
+NAMES = ["all_modes", "edge_cases", "model_cases", "kind_cases"]
 LATENT = pytest.param(
     "latent_cases",
     marks=pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19"),
 )
+LAYOUTS = [(1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (4, 1, 2), (4, 2, 0)]
+STARTS = {
+    "one rank": LAYOUTS[:1],
+    "two ranks": LAYOUTS[1:3],
+    "four ranks": LAYOUTS[3:5],
+    "four ranks, TP": LAYOUTS[5:],
+}
 
 
 def _ratios(tp, name, per_node):
@@ -25,9 +34,16 @@ def _ratios(tp, name, per_node):
     return list(zip(cases, figures, strict=True)), suite.BFLOAT16_RATIO
 
 
-@pytest.mark.parametrize("name", ["all_modes", "edge_cases", "model_cases", "kind_cases", LATENT])
-@pytest.mark.parametrize("ranks,tp,per_node", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (4, 1, 2), (4, 2, 0)])
-def test_no_farther_from_float64_than_stock(ranks, tp, per_node, name):
-    results, ratio = run_ranks(ranks, _ratios, tp, name, per_node, timeout=400, gpus=True)[0]
+@pytest.mark.parametrize("name", [*NAMES, LATENT])
+@pytest.mark.parametrize("ranks,tp,per_node", LAYOUTS)
+def test_no_farther_from_float64_than_stock(starts, request, ranks, tp, per_node, name):
+    start = next(start for start, layouts in STARTS.items() if (ranks, tp, per_node) in layouts)
+    names = [*NAMES, *(["latent_cases"] if has_gated_delta_net() else [])]
+    cases = {
+        f"{ranks}-{tp}-{per_node}-{each}": (_ratios, tp, each, per_node)
+        for ranks, tp, per_node in STARTS[start]
+        for each in names
+    }
+    results, ratio = starts.result(start, request.node.callspec.id, ranks, cases)
     for case, figures in results:
         assert max(figures.values()) <= ratio, (case, figures)

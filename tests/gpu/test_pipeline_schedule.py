@@ -7,14 +7,15 @@ exact comparison, in float32, is that of the CPU tests.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from distca.testing.ranks import run_ranks
 from tests.gpu.runs import train_on_gpus
+from tests.gpu.starts import Starts
 from tests.train.small_runs import steps_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 MODES = {
     "1f1b": {"cad.enabled": "false"},
@@ -24,15 +25,31 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("ranks,tp,pp", [(2, 1, 2), (4, 1, 4), (4, 1, 2), (4, 2, 2)])
-def test_ticks_train_as_1f1b_does(ranks: int, tp: int, pp: int, tmp_path: Path) -> None:
-    common = {"output": tmp_path, "parallel.tp": tp, "parallel.pp": pp}
-    runs = [{"name": name} | common | mode for name, mode in MODES.items()]
-    run_ranks(ranks, train_on_gpus, runs, gpus=True, timeout=280)
-    losses, norms = (steps_of(tmp_path / "1f1b", key) for key in ("loss", "grad_norm"))
+LAYOUTS = {(2, 1): [2], (4, 1): [4, 2], (4, 2): [2]}
+"""Stages, by ranks and TP; each line is one start."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs."""
+    return tmp_path_factory.mktemp("stages")
+
+
+def _runs(folder: Path, tp: int, pp: int) -> list[dict[str, Any]]:
+    common = {"output": folder, "parallel.tp": tp, "parallel.pp": pp}
+    return [{"name": name} | common | mode for name, mode in MODES.items()]
+
+
+@pytest.mark.parametrize("ranks,tp,pp", [(*start, pp) for start, stages in LAYOUTS.items() for pp in stages])
+def test_ticks_train_as_1f1b_does(ranks: int, tp: int, pp: int, folder: Path, starts: Starts) -> None:
+    names = {stages: f"{ranks}-{tp}-{stages}" for stages in LAYOUTS[ranks, tp]}
+    cases = {name: (train_on_gpus, _runs(folder / name, tp, stages)) for stages, name in names.items()}
+    starts.result(f"{ranks} ranks, TP {tp}", names[pp], ranks, cases)
+    found = folder / names[pp]
+    losses, norms = (steps_of(found / "1f1b", key) for key in ("loss", "grad_norm"))
     assert list(losses) == [1, 2, 3, 4]
     for name in MODES.keys() - {"1f1b"}:
         # bfloat16 keeps 8 bits; the losses are means over 40K tokens, the norms over all gradients.
-        assert steps_of(tmp_path / name, "loss") == pytest.approx(losses, rel=5e-4)
-        assert steps_of(tmp_path / name, "grad_norm") == pytest.approx(norms, rel=1e-2)
-    assert (tmp_path / "ticks" / "phases.json").exists()
+        assert steps_of(found / name, "loss") == pytest.approx(losses, rel=5e-4)
+        assert steps_of(found / name, "grad_norm") == pytest.approx(norms, rel=1e-2)
+    assert (found / "ticks" / "phases.json").exists()

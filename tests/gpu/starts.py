@@ -1,0 +1,95 @@
+"""Cases of several tests in one start of ranks.
+
+A start takes 20 to 60 s, in which every rank imports Megatron-Core and compiles kernels. Most cases take a few seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.testing.ranks import RankFailure, run_ranks
+
+logger = logging.getLogger(__name__)
+Case = tuple[Any, ...]
+"""A function that can be imported from a module, and its arguments."""
+
+
+class Starts:
+    """The starts of a file's tests.
+
+    NVSHMEM starts once in a process, over one server pool. So cases of one start have the same pool, or one without
+    other ranks.
+
+    Args:
+        folder: an empty folder for what cases return.
+        selected: names of the cases whose tests are to run.
+        gpus: whether ranks have GPUs.
+    """
+
+    def __init__(self, folder: Path, selected: Collection[str], gpus: bool = True) -> None:
+        self._folder, self._selected, self._gpus = folder, selected, gpus
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def result(self, start: str, name: str, ranks: int, cases: Mapping[str, Case], timeout: float = 600.0) -> Any:
+        """Returns what a case returned on rank 0. The first call for a start runs all of its selected cases.
+
+        Args:
+            start: a name for the start.
+            name: of the case.
+            ranks: how many.
+            cases: all cases of the start, by name.
+            timeout: seconds for all cases.
+
+        Raises:
+            RankFailure: the case failed.
+        """
+        if start not in self._found:
+            folder = self._folder / str(len(self._found))
+            folder.mkdir()
+            selected = {each: case for each, case in cases.items() if each in self._selected}
+            self._found[start] = _run(folder, ranks, selected, timeout, self._gpus)
+        answer = self._found[start][name]
+        if isinstance(answer, RankFailure):
+            raise RankFailure(str(answer))
+        return answer
+
+
+def _run(folder: Path, ranks: int, cases: Mapping[str, Case], timeout: float, gpus: bool) -> dict[str, Any]:
+    """By case what rank 0 returned, or the failure. After a failure the cases behind it run in another start."""
+    found: dict[str, Any] = {}
+    left = list(cases)
+    while left:
+        failure: RankFailure | None = None
+        try:
+            run_ranks(ranks, _each, folder, {name: cases[name] for name in left}, timeout=timeout, gpus=gpus)
+        except RankFailure as error:
+            failure = error
+        done = [name for name in left if all(_file(folder, name, rank).exists() for rank in range(ranks))]
+        found |= {name: torch.load(_file(folder, name, 0), weights_only=False) for name in done}
+        left = [name for name in left if name not in done]
+        if failure is not None:
+            failed = left.pop(0) if left else done[-1]
+            logger.info("%s failed: %s", failed, failure)
+            found[failed] = failure
+    return found
+
+
+def _each(folder: Path, cases: Mapping[str, Case]) -> None:
+    for name, (function, *arguments) in cases.items():
+        answer = function(*arguments)
+        unfinished = folder / f"{dist.get_rank()}"
+        torch.save(answer, unfinished)
+        unfinished.rename(_file(folder, name, dist.get_rank()))
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _file(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name} of rank {rank}"
