@@ -37,8 +37,8 @@ class Starts:
         self._folder, self._selected, self._gpus = folder, selected, gpus
         self._found: dict[str, dict[str, Any]] = {}
 
-    def result(self, start: str, name: str, ranks: int, cases: Mapping[str, Case], timeout: float = 600.0) -> Any:
-        """Returns what a case returned on rank 0. The first call for a start runs all of its selected cases.
+    def result(self, start: str, name: str, ranks: int, cases: Mapping[str, Case], timeout: float = 600.0) -> list[Any]:
+        """Returns what a case returned, by rank. The first call for a start runs all of its selected cases.
 
         Args:
             start: a name for the start.
@@ -58,11 +58,12 @@ class Starts:
         answer = self._found[start][name]
         if isinstance(answer, RankFailure):
             raise RankFailure(str(answer))
-        return answer
+        results: list[Any] = answer
+        return results
 
 
 def _run(folder: Path, ranks: int, cases: Mapping[str, Case], timeout: float, gpus: bool) -> dict[str, Any]:
-    """By case what rank 0 returned, or the failure. After a failure the cases behind it run in another start."""
+    """By case what ranks returned, or the failure. After a failure the cases behind it run in another start."""
     found: dict[str, Any] = {}
     left = list(cases)
     while left:
@@ -72,7 +73,8 @@ def _run(folder: Path, ranks: int, cases: Mapping[str, Case], timeout: float, gp
         except RankFailure as error:
             failure = error
         done = [name for name in left if all(_file(folder, name, rank).exists() for rank in range(ranks))]
-        found |= {name: torch.load(_file(folder, name, 0), weights_only=False) for name in done}
+        for name in done:
+            found[name] = [torch.load(_file(folder, name, rank), weights_only=False) for rank in range(ranks)]
         left = [name for name in left if name not in done]
         if failure is not None:
             failed = left.pop(0) if left else done[-1]

@@ -28,5 +28,5 @@ def _errors(kernel, names):
 def test_attention(starts, ranks, kernel):
     names = [f"cp{ranks}", f"cp{ranks}-keep", f"ring{ranks}", f"ulysses{ranks}"]
     cases = {f"{ranks}-{each}": (_errors, each, names) for each in KERNELS}
-    for name, errors in starts.result(f"{ranks} ranks", f"{ranks}-{kernel}", ranks, cases).items():
+    for name, errors in starts.result(f"{ranks} ranks", f"{ranks}-{kernel}", ranks, cases)[0].items():
         assert max(errors.values()) < TOLERANCE, (name, errors)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from distca.testing.ranks import run_ranks
 from tests.gpu.runs import keep_results, train_on_gpus
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 RATIO = 1.1
 """Distance of experts at once from float32 over that of experts one after the other, both in bfloat16."""
@@ -36,6 +36,26 @@ MODES: dict[str, dict[str, str]] = {
     "resend": {"cad.backward": "resend", "train.recompute": "mlp"},
     "recompute": {"train.recompute": "all"},
 }
+ALL_MODES = {"one by one": {"cad.enabled": "false"}} | MODES
+Found = Callable[[], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs."""
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, starts: Starts, folder: Path) -> Found:
+    """What both ranks found for a test; those of all tests start once."""
+    runs = [{"name": name, "output": folder} | SETTINGS | mode for name, mode in ALL_MODES.items()]
+    cases: dict[str, Case] = {
+        test_experts_at_once_are_as_near_to_float32_as_one_after_the_other.__name__: (_errors, "cuda"),
+        test_a_half_asks_its_device_once_in_the_forward_pass_of_a_layer_and_stops_it_nowhere.__name__: (_questions,),
+        test_runs_agree_with_experts_one_after_the_other.__name__: (_train, runs),
+    }
+    return partial(starts.result, "all", request.node.name, 2, cases)
 
 
 def _found(experts: Any, rows: list[int], compute: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,8 +126,8 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def test_experts_at_once_are_as_near_to_float32_as_one_after_the_other() -> None:
-    for rank in run_ranks(2, _errors, "cuda", gpus=True, timeout=200):
+def test_experts_at_once_are_as_near_to_float32_as_one_after_the_other(found: Found) -> None:
+    for rank in found():
         for rows, ours, theirs in zip(ROWS, rank["at once"], rank["one after the other"], strict=True):
             for name, error in ours.items():
                 assert error <= RATIO * theirs[name] + 1e-7, (rows, name, error, theirs[name])
@@ -145,11 +165,12 @@ def _questions() -> dict[str, tuple[int, list[str]]]:
             torch.cuda.set_sync_debug_mode("default")
         waits = [f"{each.filename}:{each.lineno}" for each in heard if "synchronizing CUDA" in str(each.message)]
         found[recompute] = len(asked), waits
+    dispatch.asked = own
     return found
 
 
-def test_a_half_asks_its_device_once_in_the_forward_pass_of_a_layer_and_stops_it_nowhere() -> None:
-    for rank in run_ranks(2, _questions, gpus=True, timeout=200):
+def test_a_half_asks_its_device_once_in_the_forward_pass_of_a_layer_and_stops_it_nowhere(found: Found) -> None:
+    for rank in found():
         for recompute, (asked, waits) in rank.items():
             layers, halves = 2, 2  # of one micro-batch
             assert asked == layers * halves, recompute
@@ -166,13 +187,11 @@ def _train(runs: list[dict[str, Any]]) -> None:
     train_on_gpus(runs[1:])
 
 
-def test_runs_agree_with_experts_one_after_the_other(tmp_path: Path) -> None:
-    modes = {"one by one": {"cad.enabled": "false"}} | MODES
-    runs = [{"name": name, "output": tmp_path} | SETTINGS | mode for name, mode in modes.items()]
-    run_ranks(2, _train, runs, gpus=True, timeout=280)
-    losses, norms = (steps_of(tmp_path / "one by one", key) for key in ("loss", "grad_norm"))
-    keep_results("experts", 2, {name: steps_of(tmp_path / name, "loss") for name in modes})
+def test_runs_agree_with_experts_one_after_the_other(folder: Path, found: Found) -> None:
+    found()
+    losses, norms = (steps_of(folder / "one by one", key) for key in ("loss", "grad_norm"))
+    keep_results("experts", 2, {name: steps_of(folder / name, "loss") for name in ALL_MODES})
     assert list(losses) == [1, 2, 3, 4]
     for name in MODES:
-        assert steps_of(tmp_path / name, "loss") == pytest.approx(losses, rel=5e-4)
-        assert steps_of(tmp_path / name, "grad_norm") == pytest.approx(norms, rel=1e-2)
+        assert steps_of(folder / name, "loss") == pytest.approx(losses, rel=5e-4)
+        assert steps_of(folder / name, "grad_norm") == pytest.approx(norms, rel=1e-2)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -129,23 +128,35 @@ torch.cuda.synchronize()
 """
 
 
-@pytest.mark.parametrize("queued", [0, 20_000])
-def test_a_killed_rank_ends_who_waits_for_its_rows_and_is_named(tmp_path, queued):
-    """Also when so much is queued behind the wait that the host is stuck as well."""
+QUEUED = (0, 20_000)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Two ranks for each number of operations that are queued behind the wait, started at once."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    environment = os.environ | {"STORE": str(tmp_path / "store"), "QUEUED": str(queued)}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", KILLED], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        assert ranks[1].wait(200) == -signal.SIGKILL  # a busy machine starts slowly
-        began = time.monotonic()
-        _, said = ranks[0].communicate(timeout=60)
-        assert time.monotonic() - began < 60
-    finally:
+    started = {}
+    for queued in QUEUED:
+        environment = os.environ | {"STORE": str(tmp_path_factory.mktemp("store") / "file"), "QUEUED": str(queued)}
+        started[queued] = [
+            subprocess.Popen(
+                [sys.executable, "-c", KILLED], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE
+            )
+            for rank in range(2)
+        ]
+    yield started
+    for ranks in started.values():
         for process in ranks:
             process.kill()
-    assert ranks[0].returncode == EXIT_CODE
+            process.communicate()
+
+
+@pytest.mark.parametrize("queued", QUEUED)
+def test_a_killed_rank_ends_who_waits_for_its_rows_and_is_named(killed, queued):
+    """Also when so much is queued behind the wait that the host is stuck as well."""
+    other, victim = killed[queued]
+    assert victim.wait(200) == -signal.SIGKILL  # a busy machine starts slowly
+    _, said = other.communicate(timeout=60)
+    assert other.returncode == EXIT_CODE, said.decode()
     assert "Rank 0 waits for rows of exchange 1 from rank 1, which has ended" in said.decode()

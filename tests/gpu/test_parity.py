@@ -44,6 +44,6 @@ def test_no_farther_from_float64_than_stock(starts, request, ranks, tp, per_node
         for ranks, tp, per_node in STARTS[start]
         for each in names
     }
-    results, ratio = starts.result(start, request.node.callspec.id, ranks, cases)
+    results, ratio = starts.result(start, request.node.callspec.id, ranks, cases)[0]
     for case, figures in results:
         assert max(figures.values()) <= ratio, (case, figures)

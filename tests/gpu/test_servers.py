@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any], float]] = {
     "2 + 2, TP, one GPU for both servers": (2, 2, {"parallel.tp": 2}, 2e-3),
 }
 """Homes, servers, settings, and how far losses may be apart: bfloat16 rounds sums of gradients in another order."""
+AT_ONCE = 3
+"""Cases; most of their time they start."""
 
 
 def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str, Any], per_gpu: int = 1) -> Path:
@@ -44,25 +48,53 @@ def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str
     command = ["bash", str(ROOT / "pretrain_llama.sh"), *settings_line(own)]
     # The launcher takes DISTCA_RESULTS, which other tests read, for a misspelt setting.
     others = {name: value for name, value in os.environ.items() if name != "DISTCA_RESULTS"}
-    done = subprocess.run(command, env=others | variables, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=others | variables, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     return output / name
 
 
+def _why_not(case: str) -> str | None:
+    homes, servers, *_ = CASES[case]
+    gpus = homes + servers // _per_gpu(case)
+    if "gated delta nets" in case and find_spec("fla") is None:
+        return "needs fla-core"
+    if "gated delta nets" in case and not has_gated_delta_net():
+        return "Gated delta nets are served with Megatron-Core 0.19"
+    return f"needs {gpus} GPUs" if torch.cuda.device_count() < gpus else None
+
+
+def _per_gpu(case: str) -> int:
+    return CASES[case][1] if "one GPU" in case else 1
+
+
+def _both(folder: Path, case: str) -> tuple[Path, Path]:
+    """The folders of homes alone, and of homes and servers. A start takes longer than the steps, so both share GPUs."""
+    homes, servers, settings, _ = CASES[case]
+    with ThreadPoolExecutor() as pool:
+        alone = pool.submit(_train, folder, "alone", homes, 0, settings | {"cad.transport": "nccl"})
+        together = _train(folder, "together", homes, servers, settings, _per_gpu(case))
+        return alone.result(), together
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
+    """Of the cases whose tests are to run, some at a time."""
+    selected = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            case: pool.submit(_both, tmp_path_factory.mktemp("servers"), case)
+            for case in CASES
+            if case in selected and _why_not(case) is None
+        }
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
-    homes, servers, settings, apart = CASES[case]
-    if "gated delta nets" in case:
-        pytest.importorskip("fla", reason="needs fla-core")
-        if not has_gated_delta_net():
-            pytest.skip("Gated delta nets are served with Megatron-Core 0.19")
-    per_gpu = servers if "one GPU" in case else 1
-    if torch.cuda.device_count() < homes + servers // per_gpu:
-        pytest.skip(f"needs {homes + servers // per_gpu} GPUs")
-    with ThreadPoolExecutor() as pool:  # a start takes longer than the steps, so that both share GPUs
-        first = pool.submit(_train, tmp_path, "alone", homes, 0, settings | {"cad.transport": "nccl"})
-        together = _train(tmp_path, "together", homes, servers, settings, per_gpu)
-        alone = first.result()
+def test_losses_are_those_of_homes_alone(runs: dict[str, Future[tuple[Path, Path]]], case: str) -> None:
+    if reason := _why_not(case):
+        pytest.skip(reason)
+    homes, _, _, apart = CASES[case]
+    alone, together = runs[case].result()
     expected = steps_of(alone)
     assert steps_of(together) == pytest.approx(expected, rel=apart)
     assert steps_of(together, "grad_norm") == pytest.approx(steps_of(alone, "grad_norm"), rel=20 * apart)

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from distca.sizes.fp8_shapes import Fp8
-from distca.testing.ranks import run_ranks
 from megatron_patches.te.installed import why_not_supported
 from tests.gpu.runs import train_on_gpus
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(why_not_supported() is not None, reason=str(why_not_supported())),
 ]
 
@@ -48,9 +49,10 @@ class Found:
     quantised: dict[str, list[float]]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def found(request: pytest.FixtureRequest) -> Found:
-    result: Found = run_ranks(2, _measured, request.param, gpus=True, timeout=300)[0]
+@pytest.fixture(params=["tp1", "tp2"])
+def found(request: pytest.FixtureRequest, starts: Starts) -> Found:
+    cases: dict[str, Case] = {"tp1": (_measured, 1), "tp2": (_measured, 2)}
+    result: Found = starts.result("measured", request.param, 2, cases)[0]
     return result
 
 
@@ -156,14 +158,30 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (1, 2)])
-def test_runs(tp: int, pp: int, tmp_path: Path) -> None:
-    common = {"output": tmp_path, "parallel.tp": tp, "parallel.pp": pp, "train.micro_batches": 2}
-    run_ranks(2, train_on_gpus, [{"name": name} | common | own for name, own in RUNS.items()], gpus=True, timeout=400)
-    losses, norms = (steps_of(tmp_path / "local", key) for key in ("loss", "grad_norm"))
+LAYOUTS = [(1, 1), (2, 1), (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs."""
+    return tmp_path_factory.mktemp("transformer_engine")
+
+
+def _runs(folder: Path, tp: int, pp: int) -> list[dict[str, Any]]:
+    common = {"output": folder, "parallel.tp": tp, "parallel.pp": pp, "train.micro_batches": 2}
+    return [{"name": name} | common | own for name, own in RUNS.items()]
+
+
+@pytest.mark.parametrize("tp,pp", LAYOUTS)
+def test_runs(tp: int, pp: int, folder: Path, starts: Starts) -> None:
+    layouts = {f"{tp}-{pp}": (tp, pp) for tp, pp in LAYOUTS}
+    cases = {name: (train_on_gpus, _runs(folder / name, *layout)) for name, layout in layouts.items()}
+    starts.result("runs", f"{tp}-{pp}", 2, cases)
+    runs = folder / f"{tp}-{pp}"
+    losses, norms = (steps_of(runs / "local", key) for key in ("loss", "grad_norm"))
     assert list(losses) == [1, 2, 3, 4]
     for name in RUNS.keys() - {"local"}:
-        found, found_norms = (steps_of(tmp_path / name, key) for key in ("loss", "grad_norm"))
+        found, found_norms = (steps_of(runs / name, key) for key in ("loss", "grad_norm"))
         assert all(map(math.isfinite, (*found.values(), *found_norms.values()))), name
         plain = name.startswith("te")
         assert found == pytest.approx(losses, rel=5e-4 if plain else FP8_LOSS), name
