@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -41,7 +42,8 @@ def settings_line(own: dict[str, Any]) -> list[str]:
 
 
 def train_on_gpus(runs: list[dict[str, Any]]) -> None:
-    """Train one run after the other on the ranks that call this, each with its own settings beside the small ones."""
+    """Train one run after the other on the ranks that call this, each with its own settings beside the small ones, and
+    draw nothing, which takes longer than some runs."""
     from distca.train.config.cli import parse_run_config
     from distca.train.data.corpus import open_corpus
     from distca.train.run.main import run_on
@@ -54,7 +56,8 @@ def train_on_gpus(runs: list[dict[str, Any]]) -> None:
     )
     for own in runs:
         config = parse_run_config(settings_line(own))
-        run_on(world, config, open_corpus(config))
+        with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
+            run_on(world, config, open_corpus(config))
 
 
 def keep_results(subject: str, ranks: int, found: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ import logging
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -84,12 +83,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _all(folder: Path, runs: dict[str, Settings]) -> None:
-    with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
-        for name, settings in runs.items():
-            for mode, own in MODES.items():
-                train_on_gpus([KEPT | settings | own | {"name": f"{name} {mode}", "output": folder}])
-                gc.collect()
-                torch.cuda.empty_cache()
+    for name, settings in runs.items():
+        for mode, own in MODES.items():
+            train_on_gpus([KEPT | settings | own | {"name": f"{name} {mode}", "output": folder}])
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def _both(folder: Path, name: str, key: str) -> list[dict[int, float]]:
