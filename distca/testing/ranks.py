@@ -69,7 +69,7 @@ def _start_server() -> None:
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ[preloaded.NAMES]
+        os.environ.pop(preloaded.NAMES, None)  # another thread that starts ranks may have done so
 
 
 class RankFailure(RuntimeError):
