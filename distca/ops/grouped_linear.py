@@ -158,13 +158,10 @@ def _product(_: torch.Tensor, d_out: torch.Tensor, rows: torch.Tensor) -> torch.
 
 
 def _into_main_grads(weights: Sequence[torch.Tensor]) -> Any:
-    """Returns a function that adds a weight's gradient to its ``main_grad``.
-
-    The function returns a tensor without values for autograd. Megatron's hooks only need to see that a gradient has
-    come, and do not read it."""
+    """Returns a function that adds a weight's gradient to its ``main_grad``, and returns what autograd gets."""
     unread = torch.empty_like(weights[0])
 
-    def add(weight: Any, d_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def add(weight: Any, d_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         if len(rows):
             add_product(weight.main_grad, d_out.t(), rows)
         return _note_added(weight, unread)
@@ -172,9 +169,17 @@ def _into_main_grads(weights: Sequence[torch.Tensor]) -> Any:
     return add
 
 
-def _note_added(weight: Any, unread: torch.Tensor) -> torch.Tensor:
+def _note_added(weight: Any, unread: torch.Tensor) -> torch.Tensor | None:
+    """Returns a tensor without values, or None if autograd has one already in this backward pass.
+
+    Megatron's hooks only need to see that a gradient has come, and do not read it. If a weight was used in both halves
+    of a micro-batch, autograd would add up two such tensors, in a launch for each weight."""
     if hasattr(weight, "grad_added_to_main_grad"):
         weight.grad_added_to_main_grad = True
+    backward_pass = torch._C._current_graph_task_id()  # another number in each, also in one inside another
+    if getattr(weight, "noted_in_pass", None) == backward_pass:
+        return None
+    weight.noted_in_pass = backward_pass
     return unread.view_as(weight)
 
 
@@ -187,7 +192,7 @@ def _come_at_once(weights: Sequence[Any], x_PI: torch.Tensor) -> bool:
 
 def _all_into_main_grads(
     weights: Sequence[Any], d_PO: torch.Tensor, x_PI: torch.Tensor, groups: Groups
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor | None]:
     """Does what :func:`_into_main_grads` says for all weights, of which ``main_grad`` lie evenly."""
     from distca.ops.triton.expert_gradients import add_expert_gradients
 

@@ -93,8 +93,14 @@ def _check_places(model: DistributedDataParallel) -> None:
 
 def _check_hooks(model: DistributedDataParallel) -> None:
     """Refuses hooks on gradients that go to ``main_grad`` only (``_FUSED``); a hook would get unwritten memory."""
-    for weight in _fused_weights(unwrap_model(model)):
-        if weight.requires_grad and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)):
+    # Devices wait for this check in every step, and hooks are rare. So weights are looked at before modules.
+    hooked = [
+        weight
+        for weight in model.param_to_bucket_group
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    ]
+    for weight in _fused_weights(unwrap_model(model)) if hooked else ():
+        if any(weight is each for each in hooked):
             raise SupportError(
                 f"{_name_of(model, weight)} has a hook on its gradient, which would see memory that nobody wrote: the "
                 "matrix product adds the gradient to main_grad (gradient_accumulation_fusion). Leave the hook out, and "

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from distca.ops import grouped_linear as ops
 from distca.ops.grouped_linear import Groups, add_biases, expert_row_sums, grouped_linear, is_grouped
@@ -82,6 +84,42 @@ def test_one_kernel_adds_all_gradients_that_lie_evenly(rows, monkeypatch):
     assert all(weight.grad.shape == weight.shape and weight.grad_added_to_main_grad for weight in weights)
     assert max(error(w.main_grad, 1 + each) for w, each in zip(weights, expected[2:], strict=True)) <= 3e-7
     assert bool((memory[:, 24 * 16 :] == 1).all())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_weights_of_two_halves_are_noted_once_in_a_backward_pass(again):
+    """Also where each half is computed again, in a backward pass of its own inside the other."""
+    x, weights, d_out, groups = drawn([3, 0, 2], 16, 24, torch.float32)
+    came = []
+    for number, weight in enumerate(weights):
+        weight.main_grad = torch.zeros(24, 16)
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: came.append(number))
+
+    def half(part):
+        return grouped_linear(part, weights, groups, into_main_grad=True)
+
+    for passes in (1, 2):
+        parts = [checkpoint(half, part, use_reentrant=True) if again else half(part) for part in (x, 2 * x)]
+        came.clear()
+        with _Additions() as additions:
+            torch.autograd.backward(parts, [d_out, d_out])
+        assert sorted(came) == sorted(list(range(3)) * (2 if again else 1))
+        assert again or (24, 16) not in additions.shapes
+        expected = one_after_the_other(x, weights, d_out, [3, 0, 2])[2:]
+        assert max(error(w.main_grad, 3 * passes * each) for w, each in zip(weights, expected, strict=True)) <= 3e-7
+        for weight in weights:
+            weight.grad = None
+
+
+class _Additions(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
 
 
 def test_frozen_weights_and_inputs_get_no_gradient():
