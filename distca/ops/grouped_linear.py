@@ -172,7 +172,7 @@ def _into_main_grads(weights: Sequence[torch.Tensor]) -> Any:
 def _note_added(weight: Any, unread: torch.Tensor) -> torch.Tensor | None:
     """Returns a tensor without values, or None if autograd has one already in this backward pass.
 
-    Megatron's hooks only need to see that a gradient has come, and do not read it. If a weight was used in both halves
+    Megatron's hooks only need to see that a gradient has come, and do not read it. If a weight was used by both parts
     of a micro-batch, autograd would add up two such tensors, in a launch for each weight."""
     if hasattr(weight, "grad_added_to_main_grad"):
         weight.grad_added_to_main_grad = True
