@@ -11,6 +11,7 @@ In place of FP8 weights, checkpoints get the values that these weights would hav
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -37,8 +38,10 @@ def keep_parts(optimizer: Any) -> None:
         if not holds_weights(each):
             each.sharded_state_dict = _nothing
     for each in distributed_parts(optimizer):
-        each.sharded_param_state_fully_reshardable = partial(_own_part, each)
-        each.load_parameter_state_from_fully_reshardable = partial(_take_own_part, each)
+        # An optimizer that refers to itself would keep the model's weights after their last user has gone.
+        here = weakref.proxy(each)
+        each.sharded_param_state_fully_reshardable = partial(_own_part, here)
+        each.load_parameter_state_from_fully_reshardable = partial(_take_own_part, here)
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:

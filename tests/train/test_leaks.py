@@ -1,9 +1,11 @@
-"""What a step allocates is free at its end, whatever was kept until backward: no step leaves more than an early one."""
+"""What a step allocates is free at its end, whatever was kept until backward: no step leaves more than an early one.
+Weights are free when their trainer is gone, also after a checkpoint."""
 
 from __future__ import annotations
 
 import gc
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,24 @@ def _live(command_lines: list[list[str]], steps: int) -> list[list[int]]:
     return [_measure(line, steps) for line in command_lines]
 
 
+def _left_after_a_checkpoint(line: list[str], path: Path) -> int:
+    """How many weights are alive after their trainer, which has saved a checkpoint."""
+    from megatron_patches.checkpoint.save_load import save_checkpoint
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    run = StepByStep(parse_run_config(line))
+    run.run(run.step())
+    run.trainer.optimizer.step()
+    save_checkpoint(path, run.trainer.model, run.trainer.optimizer, {"step": 1})
+    weights = [weakref.ref(weight) for weight in run.trainer.model.parameters()]
+    assert len(weights) > 1
+    run.close()
+    del run
+    gc.collect()
+    return sum(weight() is not None for weight in weights)
+
+
 def _measure(line: list[str], steps: int) -> list[int]:
     run, found = StepByStep(parse_run_config(line)), []
     step = run.step()
@@ -63,3 +83,10 @@ def test_steps_leave_nothing_behind(tmp_path: Path) -> None:
     for rank in run_ranks(2, _live, lines, 3):
         for case, (_, second, third) in zip(CASES, rank, strict=True):
             assert second == third, case
+
+
+def test_weights_go_with_their_trainer_after_a_checkpoint(tmp_path: Path) -> None:
+    line = arguments(data__path=write_texts(tmp_path / "texts"), output=tmp_path)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    assert run_ranks(2, _left_after_a_checkpoint, line, checkpoint) == [0, 0]
