@@ -70,12 +70,11 @@ def choose_transport(
     ranks = tuple(dist.get_process_group_ranks(group))
     collective = CollectiveTransport(group)
     fallback = collective if name == "auto" else None
-    if name in ("auto", "nvshmem") and not buffer_gb:
-        return collective
-    if name in ("auto", "nvshmem") and ranks in _started:
+    wants_nvshmem = name in ("auto", "nvshmem") and buffer_gb > 0
+    if wants_nvshmem and ranks in _started:
         return _started_before(ranks, buffer_gb, fallback, waits_at_once)
     reason = None
-    if name in ("auto", "nvshmem"):
+    if wants_nvshmem:
         reason = why_not_nvshmem_together(group, between_nodes=name == "nvshmem")
         if reason is None:
             started = _start_nvshmem(group, buffer_gb, fallback)
@@ -94,7 +93,7 @@ def choose_transport(
             raise TransportError(
                 f"`transport` nvshmem cannot be used here: {reason}. Set `transport` to auto to take another."
             )
-    if name not in ("auto", collective.name):
+    if name not in ("auto", "nvshmem", collective.name):
         raise TransportError(
             f"`transport` {name} cannot be used here: the ranks talk over {collective.name}. Set `transport` to auto."
         )
