@@ -114,8 +114,26 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
     dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     quantization.end_step()
+    factor = 1.0 / tokens.clamp(min=1)
     for model in models:
-        model.scale_gradients(1.0 / tokens.clamp(min=1))  # type: ignore[arg-type]
+        for gradients in _reduced_gradients(model):
+            gradients *= factor
+
+
+def _reduced_gradients(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """Returns the memory of the gradients that this rank's optimizer reads; with the distributed optimizer, a share.
+
+    Other ranks' shares hold sums that nobody reads, and to scale them too takes 2 ms for a billion weights."""
+    groups = model.bucket_groups + model.expert_parallel_bucket_groups
+    if not model.ddp_config.use_distributed_optimizer:
+        return [bucket.grad_data for group in groups for bucket in group.buckets]
+    return [
+        bucket.grad_data.view(group.intra_distributed_optimizer_instance_size, -1)[
+            group.intra_distributed_optimizer_instance_rank
+        ]
+        for group in groups
+        for bucket in group.buckets
+    ]
 
 
 def _check_uses(model: DistributedDataParallel) -> None:

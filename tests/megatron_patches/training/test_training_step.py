@@ -70,6 +70,27 @@ def _reduced(model, distributed_optimizer):
     return gradients
 
 
+def _shares(distributed_optimizer):
+    """How many elements of each bucket this rank scales, and how many the bucket has."""
+    small_cases.on_cpu()
+    from distca.parity.cases import ParityCase
+    from megatron_patches.training.training_step import _reduced_gradients
+
+    case = ParityCase(micro_batches=MICRO_BATCHES)
+    _, model, _ = small_cases.ready(case, distributed_optimizer=distributed_optimizer)
+    buckets = [bucket for group in model.bucket_groups for bucket in group.buckets]
+    return [
+        (each.numel(), bucket.grad_data.numel())
+        for each, bucket in zip(_reduced_gradients(model), buckets, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_a_rank_divides_the_gradients_that_its_optimizer_reads(distributed_optimizer):
+    for rank in run_ranks(2, _shares, distributed_optimizer):
+        assert rank and all(whole == mine * (1 + distributed_optimizer) for mine, whole in rank)
+
+
 def _compare(cases):
     small_cases.on_cpu()
     from distca.parity.cases import ParityCase
