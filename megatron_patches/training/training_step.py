@@ -123,7 +123,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 def _reduced_gradients(model: DistributedDataParallel) -> list[torch.Tensor]:
     """Returns the memory of the gradients that this rank's optimizer reads; with the distributed optimizer, a share.
 
-    Other ranks' shares hold sums that nobody reads, and to scale them too takes 2 ms for a billion weights."""
+    The optimizer does not use other ranks' shares. To scale these too takes 2 ms for a billion weights."""
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     if not model.ddp_config.use_distributed_optimizer:
         return [bucket.grad_data for group in groups for bucket in group.buckets]
