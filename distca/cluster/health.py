@@ -115,7 +115,7 @@ class Health:
         # The main thread and the watching one may find the same failure. The lock lets one of them report it in full.
         self._leaving = threading.Lock()
         self._waits: list[Waits] = []
-        self._hopeless: dict[Waits, float] = {}  # since when a rank for which they wait is seen to have ended
+        self._hopeless: dict[Waits, float] = {}  # when they were first seen to wait for a rank that has ended
         self._warned_at = 0.0
         self._stop = threading.Event()
         # Homes report a lost node to servers, which need not look for it.
@@ -278,14 +278,14 @@ class Health:
     def _look_at_waits(self) -> None:
         for waits in self._waits:
             stuck = waits.stuck()
-            gone = [] if stuck is None else self._gone(stuck)
-            if stuck is None or not gone:
-                self._hopeless.pop(waits, None)
-                if stuck is not None:
-                    self._warn(stuck)
+            if stuck is None:
+                continue
+            gone = self._gone(stuck)
+            if not gone:
+                self._warn(stuck)
                 continue
             # The look at ranks, which goes on meanwhile, reports the death with more details, if it is on. And a rank
-            # that ended properly has sent its rows before, so the wait will pass.
+            # that ended properly has sent its rows before, so the wait will pass. GPUs may not answer each look.
             now = time.monotonic()
             if now - self._hopeless.setdefault(waits, now) >= _WAIT_GRACE_S:
                 self._end(self._reports.of_wait(stuck, gone))
