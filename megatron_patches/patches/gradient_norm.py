@@ -45,4 +45,15 @@ def _scale_by_tensor(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.
     Megatron gives the same list twice."""
     given, into = tensors
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True))
-    torch._foreach_mul_(list(into), factor.reshape(()))
+    if all(each.dtype == factor.dtype for each in into):
+        torch._foreach_mul_(list(into), factor.reshape(()))
+        return
+    for each in into:
+        multiply(each, factor)
+
+
+def multiply(gradients: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiplies ``gradients`` by ``factor``, one float32 element, and rounds only the products to narrow gradients.
+
+    In ``gradients *= factor``, torch would first round a factor without dimensions to the dtype of ``gradients``."""
+    torch.mul(gradients, factor.reshape(1).expand(gradients.shape), out=gradients)
