@@ -60,9 +60,14 @@ from megatron_patches.support.hybrid import check_hybrid, warn_of_recurrent_laye
 from megatron_patches.support.latent import check_latent
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.model_options import check_model_options
-from megatron_patches.support.ranks import check_groups, check_same_on_ranks
+from megatron_patches.support.ranks import check_groups, check_same_frozen, check_same_on_ranks
 from megatron_patches.support.servers import check_with_servers
-from megatron_patches.support.trained_weights import check_fp8_weights, check_gradients, check_weights_before
+from megatron_patches.support.trained_weights import (
+    check_fp8_weights,
+    check_gradients,
+    check_trained_biases,
+    check_weights_before,
+)
 from megatron_patches.te.choice import refuse_te_spec, use_te
 from megatron_patches.training.pipeline_schedule import run_ticks
 from megatron_patches.training.readiness import known_ids, made_ready, note_trained
@@ -254,8 +259,9 @@ class CAD:
     ) -> DistributedDataParallel:
         """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        Weights become bfloat16 if the configuration says so, and those of data-parallel rank 0 on all ranks. Ranks
-        reduce gradients during backward; in the first step, and with pipeline stages, after it.
+        All ranks call this method together. Weights become bfloat16 if the configuration says so, and those of
+        data-parallel rank 0 on all ranks. Ranks reduce gradients during backward; in the first step, and with pipeline
+        stages, after it.
 
         Args:
             model: from :meth:`attach`.
@@ -265,11 +271,15 @@ class CAD:
 
         Raises:
             SupportError: the model was not attached, is on another device or wrapped already; a dtype is not supported;
-                or ``distributed_optimizer`` is False, and weights are in FP8 only (the configuration's ``fp8_param``).
+                ``distributed_optimizer`` is False, and weights are in FP8 only (the configuration's ``fp8_param``);
+                ranks froze different weights; or the bias of a frozen weight is trained, where Megatron computes no
+                gradient of the bias.
         """
         check_attached(model)
         check_unwrapped(model)
         check_weights_before(model, self.config.params_dtype, self.device)
+        check_trained_biases(model)
+        check_same_frozen(model)
         check_gradients(gradients, self.config.params_dtype)
         check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)

@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import (
-    linear_with_frozen_weight,
-    linear_with_grad_accumulation_and_async_allreduce,
-)
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -40,9 +37,9 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Returns [..., outputs] for ``rows`` [..., inputs], and None in place of a bias."""
-        trained = self.weight.requires_grad
-        linear = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
-        adds_up = self.gradient_accumulation_fusion
+        if not self.weight.requires_grad:
+            return torch.nn.functional.linear(rows, self.weight), None
+        linear, adds_up = linear_with_grad_accumulation_and_async_allreduce, self.gradient_accumulation_fusion
         return linear(rows, self.weight, None, adds_up, allreduce_dgrad=False, sequence_parallel=False), None
 
 

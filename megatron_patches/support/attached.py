@@ -41,13 +41,13 @@ class Attached:
     Attributes:
         pool: the attention kernel and transport of the CAD that attached the model. No two CADs share a pool.
         fields: values of the model's configuration, by field.
-        modules: for each module inside the model: name, parent module, and the module itself.
+        modules: for each module inside the model: name, parent module, the module itself, and its class.
         uncalled: paths in a layer of modules whose ``forward`` never runs, from :func:`never_called`.
     """
 
     pool: AttentionPool
     fields: dict[str, Any]
-    modules: list[tuple[str, torch.nn.Module, torch.nn.Module]]
+    modules: list[tuple[str, torch.nn.Module, torch.nn.Module, type]]
     uncalled: tuple[str, ...]
 
 
@@ -71,7 +71,7 @@ def note_attached(model: GPTModel, pool: AttentionPool, uncalled: tuple[str, ...
     ``uncalled`` is from :func:`never_called`.
     """
     named = dict(model.named_modules())
-    modules = [(name, named[name.rpartition(".")[0]], module) for name, module in named.items() if name]
+    modules = [(name, named[name.rpartition(".")[0]], module, type(module)) for name, module in named.items() if name]
     model.attached = Attached(pool, fields_of(model.config), modules, uncalled)
 
 
@@ -104,17 +104,17 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
             f"parts of the model have copied this value: set {name} back, or set {name} before CAD is made, and build "
             "and attach the model anew."
         )
-    for name, holder, module in then.modules:
-        if holder._modules.get(name.rpartition(".")[2]) is not module:
+    for name, holder, module, kind in then.modules:
+        if holder._modules.get(name.rpartition(".")[2]) is not module or type(module) is not kind:
             raise SupportError(
-                f"{name} of the model was replaced or removed after CAD.attach: change the model before CAD.attach, "
-                "which checks it."
+                f"{name} of the model was replaced, removed or given another class after CAD.attach: change the model "
+                "before CAD.attach, which checks it."
             )
     _check_hooks(then)
 
 
 def _check_hooks(then: Attached) -> None:
-    for name, _, module in then.modules:
+    for name, _, module, _ in then.modules:
         added = added_to_forward(module)
         if added and _never_runs(module, _path_in_layer(name), then.uncalled):
             raise SupportError(

@@ -1,6 +1,7 @@
-"""Checks Megatron's process groups, and that all ranks were given the same configuration.
+"""Checks Megatron's process groups, and that all ranks were given the same configuration and frozen weights.
 
-Ranks compute parts of each other's attention, so with different configurations results would be wrong.
+Ranks compute parts of each other's attention, so with different configurations results would be wrong. Ranks reduce
+gradients together, so with different frozen weights they would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
 from megatron_patches.support.attached import fields_of
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def check_groups(config: TransformerConfig) -> None:
@@ -80,6 +84,39 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
                 raise SupportError(
                     f"{name} is {theirs.get(name)} on rank {rank} and {first} on rank 0: give every rank the same."
                 )
+
+
+def check_same_frozen(model: LanguageModule) -> None:
+    """Compares which weights of a model are frozen between ranks, which call this together. Experts are left out.
+
+    Raises:
+        SupportError: on all ranks, if ranks of a pipeline stage froze different weights; or if of an embedding and an
+            output layer with the same weights, on two stages, one is frozen. The message names the first such weight.
+    """
+    frozen = [
+        name
+        for name, weight in model.named_parameters()
+        if not weight.requires_grad and getattr(weight, "allreduce", True)
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (parallel_state.get_pipeline_model_parallel_rank(), frozen))
+    by_stage: dict[int, list[str]] = {}
+    for stage, names in everyone:
+        if differing := {*by_stage.setdefault(stage, names)} ^ {*names}:
+            raise SupportError(
+                f"{min(differing)} is frozen on some ranks, and trained on others: freeze the same weights on all."
+            )
+    last = max(by_stage)
+    embedding, output = _EMBEDDING in by_stage[0], _OUTPUT in by_stage[last]
+    if last and model.share_embeddings_and_output_weights and embedding != output:
+        raise SupportError(
+            f"{_EMBEDDING} of the first pipeline stage is {_state(embedding)}, but {_OUTPUT} of the last one, with the "
+            f"same weights, is {_state(output)}: freeze both, or train both."
+        )
+
+
+def _state(frozen: bool) -> str:
+    return "frozen" if frozen else "trained"
 
 
 def _in_words(value: Any) -> str:

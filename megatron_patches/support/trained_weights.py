@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
@@ -54,6 +55,22 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
                 f"{name} has type {weight.dtype}, but the configuration's params_dtype is {params_dtype}: set "
                 "params_dtype to the type for training, and build the model again without casting its weights."
             )
+
+
+def check_trained_biases(model: torch.nn.Module) -> None:
+    """Refuses biases that are trained beside a frozen weight, in layers where Megatron leaves out their gradients.
+
+    Raises:
+        SupportError: the message names the first such bias.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, ColumnParallelLinear) and not module.skip_bias_add:
+            bias, weight = module.bias, module.weight
+            if bias is not None and weight is not None and bias.requires_grad and not weight.requires_grad:
+                raise SupportError(
+                    f"{name}.bias is trained and {name}.weight is frozen, but Megatron computes no gradient of a bias "
+                    "whose weight is frozen: freeze both, or train both."
+                )
 
 
 def check_trained_weights(model: DistributedDataParallel) -> None:

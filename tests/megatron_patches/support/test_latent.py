@@ -116,3 +116,8 @@ def test_a_hook_on_the_gradient_of_a_down_projection_is_seen() -> None:
     )
     linear = ReplicatedLinear(4, 2, config)
     assert [each is linear.weight for each in _fused_weights(linear)] == [True]
+    linear.weight.requires_grad_(False)
+    rows = torch.randn(3, 4, requires_grad=True)
+    found, _ = linear(rows)
+    found.sum().backward()
+    assert torch.equal(found, rows @ linear.weight.T) and torch.equal(rows.grad, linear.weight.sum(0).expand(3, 4))

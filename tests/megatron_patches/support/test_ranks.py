@@ -25,7 +25,7 @@ def _refusals() -> dict[str, str | None]:
 
     from megatron_patches.ranks.groups import destroy_model_parallel
     from megatron_patches.ranks.world import join_world
-    from megatron_patches.support.ranks import check_groups
+    from megatron_patches.support.ranks import check_groups, check_same_frozen
     from tests.megatron_patches.support.cases import LLAMA, refusal
 
     def said(config: dict[str, Any], **groups: Any) -> str | None:
@@ -39,6 +39,11 @@ def _refusals() -> dict[str, str | None]:
     found["configuration of 2 stages"] = said(stages)
     found["as configured"] = said(stages, pipeline_model_parallel_size=2)
     found["stages first"] = said(stages, pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    kinds = {"on one stage": ("embedding",), "on both": ("embedding", "output_layer"), "nowhere": ()}
+    for name, parts in kinds.items():
+        found[f"frozen {name}"] = refusal(check_same_frozen, _stage_of_tied_model(*parts))
+    parallel_state.destroy_model_parallel()
     found["none yet"] = refusal(check_groups, TransformerConfig(**LLAMA))
     try:
         join_world()
@@ -46,6 +51,19 @@ def _refusals() -> dict[str, str | None]:
         found["joined twice"] = f"{error} {error.next_step}"
     destroy_model_parallel()
     return found
+
+
+def _stage_of_tied_model(*frozen: str) -> Any:
+    """A model's embedding or output layer, whichever this rank's stage has."""
+    from megatron.core import parallel_state
+
+    table = torch.nn.Embedding(2, 2)
+    first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    parts = {"embedding": torch.nn.ModuleDict({"word_embeddings": table})} if first else {"output_layer": table}
+    table.requires_grad_(not parts.keys() & {*frozen})
+    model: Any = torch.nn.ModuleDict(parts)
+    model.share_embeddings_and_output_weights = True
+    return model
 
 
 def test_groups_that_a_model_would_not_train_with_are_refused() -> None:
@@ -57,6 +75,10 @@ def test_groups_that_a_model_would_not_train_with_are_refused() -> None:
             )
         assert "pipeline_model_parallel_size is 2 in the configuration, but" in str(found["configuration of 2 stages"])
         assert "leave `order` of parallel_state.initialize_model_parallel at its default" in str(found["stages first"])
+        assert str(found["frozen on one stage"]).startswith(
+            "embedding.word_embeddings.weight of the first pipeline stage"
+        )
+        assert found["frozen on both"] is None and found["frozen nowhere"] is None
         assert "call distca.join_world()" in str(found["none yet"])
         assert "in place of torch.distributed.init_process_group" in str(found["joined twice"])
 

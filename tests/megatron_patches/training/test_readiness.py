@@ -110,6 +110,7 @@ CHANGES: dict[str, Callable[[Any], Callable[[], None]]] = {
     "activation": _set("config", "activation_func", torch.nn.functional.gelu),
     "recomputation": _set("config", "recompute_method", "block"),
     "module": _set(LAYER, "mlp", torch.nn.Sequential),
+    "class": _set(f"{LAYER}.mlp.linear_fc1", "__class__", lambda kind: type("Own", (kind,), {})),
     "hook on a layer": _hook("decoder.layers.1", "forward_hook"),
     "hook on attention": _hook(f"{LAYER}.self_attention", "forward_pre_hook"),
     "hook on a gradient": _hook(f"{LAYER}.mlp.linear_fc1.weight", "hook"),
@@ -155,6 +156,12 @@ def _changed() -> dict[str, str]:
     said["scale at home"] = _trained(cad, ddp, step)
     cad, model, _ = _attached()
     said["cast"] = _said(cad.data_parallel, model.bfloat16())
+    cad, model, _ = _attached(fields={"add_qkv_bias": True})
+    model.decoder.layers[0].self_attention.linear_qkv.weight.requires_grad_(False)
+    said["bias alone"] = _said(cad.data_parallel, model)
+    cad, model, _ = _attached()
+    model.output_layer.weight.requires_grad_(cad.rank == 0)
+    said["frozen on one rank"] = _said(cad.data_parallel, model)
     said["elsewhere"] = _said(cad.data_parallel, model.float().to("meta"))
     cad, ddp, step = _wrapped(distributed_optimizer=True)
     weight = ddp.module.decoder.final_layernorm.weight
@@ -363,7 +370,10 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         assert said["recomputation"].startswith("recompute_method of the model's configuration is 'block', but was")
         assert said["frozen"].startswith("output_layer.weight was frozen after CAD.data_parallel")
         assert said["set free"].startswith("output_layer.weight was added, replaced or unfrozen after CAD")
-        assert said["module"].startswith("decoder.layers.0.mlp of the model was replaced or removed after CAD.attach")
+        assert said["module"].startswith("decoder.layers.0.mlp of the model was replaced, removed or given anoth")
+        assert said["class"].startswith(
+            "decoder.layers.0.mlp.linear_fc1 of the model was replaced, removed or given anoth"
+        )
         assert said["hook on a layer"].startswith("decoder.layers.1 has a hook, which would never run")
         assert said["hook on attention"].startswith("decoder.layers.0.self_attention has a hook, which would never")
         fc1 = "decoder.layers.0.mlp.linear_fc1.weight has a hook on its gradient, which would see memory that nobody"
@@ -376,6 +386,11 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
             "embedding.word_embeddings.weight has type torch.bfloat16, but the configuration"
         )
         assert said["elsewhere"].startswith("embedding.word_embeddings.weight is on meta, but CAD is for cpu")
+        qkv = "decoder.layers.0.self_attention.linear_qkv"
+        assert said["bias alone"].startswith(f"{qkv}.bias is trained and {qkv}.weight is frozen, but Megatron")
+        assert said["frozen on one rank"].startswith(
+            "output_layer.weight is frozen on some ranks, and trained on others"
+        )
         for name in ("autocast", "autocast inside"):
             assert said[name].startswith("The model was called inside of torch.autocast, but activations have")
         assert said["documents"] == (
