@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from distca.device.sizes import LOGITS_BYTES
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics, wide
 from distca.ops.logits import AS_THEY_ARE, LogitTransform
+from distca.ops.scaling import scaled
 from distca.ops.triton import is_trusted
 
 
@@ -167,7 +168,7 @@ def _scaled(
     """Both gradients times the gradient of the loss; the weight's in ``dtype``."""
     rounded_VH = torch.empty_like(d_weight_VH, dtype=dtype)
     torch.mul(d_weight_VH, upstream, out=rounded_VH)
-    return d_hidden_NH * upstream, rounded_VH
+    return scaled(d_hidden_NH, upstream), rounded_VH
 
 
 class _Chunks:

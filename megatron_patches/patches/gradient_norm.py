@@ -13,6 +13,8 @@ import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
 
+from distca.ops.scaling import scaled
+
 
 def norm_gradients_together() -> None:
     """Replaces Megatron's own functions in this process, but not those of Transformer Engine or Apex."""
@@ -49,11 +51,4 @@ def _scale_by_tensor(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.
         torch._foreach_mul_(list(into), factor.reshape(()))
         return
     for each in into:
-        multiply(each, factor)
-
-
-def multiply(gradients: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies ``gradients`` by ``factor``, one float32 element, and rounds only the products to narrow gradients.
-
-    In ``gradients *= factor``, torch would first round a factor without dimensions to the dtype of ``gradients``."""
-    torch.mul(gradients, factor.reshape(1).expand(gradients.shape), out=gradients)
+        scaled(each, factor, out=each)

@@ -25,7 +25,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from distca.errors import SupportError
-from megatron_patches.patches.gradient_norm import multiply, norm_gradients_together
+from distca.ops.scaling import scaled
+from megatron_patches.patches.gradient_norm import norm_gradients_together
 from megatron_patches.steps.device_batch import Batch
 from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
@@ -117,7 +118,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
     factor = 1.0 / tokens.clamp(min=1)
     for model in models:
         for gradients in _reduced_gradients(model):
-            multiply(gradients, factor)
+            scaled(gradients, factor, out=gradients)
 
 
 def _reduced_gradients(model: DistributedDataParallel) -> list[torch.Tensor]:
