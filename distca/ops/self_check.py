@@ -16,6 +16,7 @@ import torch
 
 from distca.cluster.agreement import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
+from distca.ops.expert_numbers import expert_numbers
 from distca.ops.gate import SWIGLU, Gate
 from distca.ops.grouped_linear import Groups, add_biases, grouped_linear, has_grouped_products
 from distca.ops.output_loss import add_product
@@ -179,6 +180,7 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[Draw], Outputs]]:
     }
     if widths.experts:  # else no rank waits for its kernel to be compiled
         found["router products"] = _router_products
+        found["expert numbers"] = _expert_numbers
         found["expert gradients"] = _expert_gradients
     if widths.expert_biases:
         found["bias gradients"] = _bias_gradients
@@ -274,6 +276,13 @@ def _router_products(draw: Draw) -> Outputs:
     logits = router_linear(x, weight)
     d_x, d_weight = torch.autograd.grad(logits, (x, weight), draw.wide(_ROWS, experts))
     return {"the logits": logits, "the rows' gradient": d_x, "the weight's gradient": d_weight}
+
+
+def _expert_numbers(draw: Draw) -> Outputs:
+    experts, topk = 44, 8
+    of_rows = torch.rand(_ROWS, experts, generator=draw.generator).topk(topk).indices
+    chosen = torch.zeros(_ROWS, experts, dtype=torch.bool).scatter(1, of_rows, True)
+    return {"the numbers": expert_numbers(chosen.to(draw.device), topk).to(draw.held)}
 
 
 def _expert_sums(draw: Draw, columns: int) -> Outputs:

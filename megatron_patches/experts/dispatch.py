@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from distca.device.to_host import Question
 from distca.models.experts import goes_everywhere
+from distca.ops.expert_numbers import expert_numbers
 from distca.ops.grouped_linear import Groups
 from distca.ops.row_sums import expert_sums
 
@@ -103,7 +104,7 @@ class Dispatch:
         dist.all_gather_into_tensor(gathered, counts, group=group)
         counts_G = gathered.view(ranks, -1)
         question = asked(counts_G)
-        numbers = _experts_of(chosen_NE, topk)
+        numbers = expert_numbers(chosen_NE.contiguous(), topk)
         return cls(numbers, experts, group, question, counts_G[:, :experts], rows_G, goes_NG, last_first)
 
     def spread(self, x_N: torch.Tensor) -> torch.Tensor:
@@ -169,18 +170,6 @@ class Dispatch:
 def asked(counts: torch.Tensor) -> Question:
     """Begins to copy counts to the host. Tests replace this function."""
     return Question(counts)
-
-
-def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
-    """Returns [N, K] int32 numbers of each row's chosen experts, for example [[0, 2], [1, 3]] for 1010 and 0101."""
-    # torch.nonzero would make the host wait for the device.
-    rows, experts = chosen_NE.shape
-    device = chosen_NE.device
-    # Experts that were not chosen are written to one more element at the end, which is cut off.
-    place_NE = chosen_NE.cumsum(1) - 1 + torch.arange(rows, device=device)[:, None] * topk
-    place = torch.where(chosen_NE, place_NE, rows * topk).flatten()
-    number = torch.arange(experts, dtype=torch.int32, device=device).expand(rows, -1).flatten()
-    return torch.empty(rows * topk + 1, dtype=torch.int32, device=device).scatter_(0, place, number)[:-1].view(rows, -1)
 
 
 def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tensor]:

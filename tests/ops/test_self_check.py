@@ -35,10 +35,12 @@ _statistics, _gradient, _add = self_check.row_statistics, self_check.logits_to_g
 _row_dots = self_check.row_dots
 _expert_sums, _grouped_linear = self_check.expert_sums, self_check.grouped_linear
 _add_biases, _router_linear = self_check.add_biases, self_check.router_linear
+_expert_numbers = self_check.expert_numbers
 
 
 def _wrong(name):
     """(attribute, function) of an operation that is wrong in all types but float64."""
+    seen = []
 
     def rms_norm(x, weight, epsilon):
         return _rms_norm(x, weight, epsilon + (0.05 if x.dtype != torch.float64 else 0))
@@ -79,6 +81,11 @@ def _wrong(name):
         logits = _router_linear(x, weight)
         return logits if x.dtype == torch.float64 else logits.bfloat16().float()
 
+    def of_the_next_row(chosen, topk):
+        numbers = _expert_numbers(chosen, topk)
+        seen.append(numbers)
+        return numbers if len(seen) % 2 == 0 else numbers.roll(1, 0)  # every second time in the run in float64
+
     def of_the_next_expert(x, weights, groups, into_main_grad):
         return _grouped_linear(
             x, weights if x.dtype == torch.float64 else weights[1:] + weights[:1], groups, into_main_grad
@@ -103,6 +110,7 @@ def _wrong(name):
         "row sums": ("row_dots", sums),
         "expert sums": ("expert_sums", of_other_pairs),
         "router products": ("router_linear", as_of_bfloat16),
+        "expert numbers": ("expert_numbers", of_the_next_row),
         "expert gradients": ("grouped_linear", of_the_next_expert),
         "bias gradients": ("add_biases", of_the_next_bias),
     }[name]
@@ -124,6 +132,7 @@ def _wrong(name):
         "row sums",
         "expert sums",
         "router products",
+        "expert numbers",
         "expert gradients",
         "bias gradients",
     ],

@@ -19,6 +19,7 @@ CASES = {
     "chunk_gradients": [(16, 32), (64, 16)],
     "core_rows": [(0, 8), (1, 16), (2, 12)],
     "expert_gradients": [(8, 16), (136, 264)],
+    "expert_numbers": [(0, 8), (1, 3), (150, 44)],
     "expert_sums": [(5, 96), (3, 2100)],
     "normed_rotation": [(0, 8), (1, 16), (3, 24), (70, 8)],
     "row_dots": [(1, 64), (333, 96)],
@@ -126,6 +127,20 @@ def _check_core_rows(number, dim, dtype):
     ):
         assert mine.dtype == theirs.dtype and mine.shape == exact.shape
         assert relative_error(mine, exact) <= 2 * relative_error(theirs, exact) + 2e-7
+
+
+def _check_expert_numbers(rows, experts, _):
+    """Against sorted indices; a program has 64 rows of 44 experts."""
+    from distca.ops import expert_numbers as plain
+    from distca.ops.triton.expert_numbers import expert_numbers
+
+    for topk in (1, 3):
+        scores = torch.rand(rows, experts, generator=torch.Generator().manual_seed(rows))
+        indices = scores.topk(topk).indices
+        chosen = torch.zeros(rows, experts, dtype=torch.bool).scatter(1, indices, True)
+        numbers = expert_numbers(chosen, topk)
+        assert numbers.dtype == torch.int32 and torch.equal(numbers, indices.sort(1).values.int())
+        assert torch.equal(plain.expert_numbers(chosen, topk), numbers)
 
 
 def _check_expert_sums(rows, columns, dtype):

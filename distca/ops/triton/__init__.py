@@ -14,6 +14,7 @@ Operation = Literal[
     "weight gradients",
     "row sums",
     "router products",
+    "expert numbers",
     "expert sums",
     "expert gradients",
     "bias gradients",
