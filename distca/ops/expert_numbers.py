@@ -25,4 +25,6 @@ def expert_numbers(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
     place_NE = chosen_NE.cumsum(1) - 1 + torch.arange(rows, device=device)[:, None] * topk
     place = torch.where(chosen_NE, place_NE, rows * topk).flatten()
     number = torch.arange(experts, dtype=torch.int32, device=device).expand(rows, -1).flatten()
-    return torch.empty(rows * topk + 1, dtype=torch.int32, device=device).scatter_(0, place, number)[:-1].view(rows, topk)
+    return (
+        torch.empty(rows * topk + 1, dtype=torch.int32, device=device).scatter_(0, place, number)[:-1].view(rows, topk)
+    )

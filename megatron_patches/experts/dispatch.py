@@ -107,10 +107,13 @@ class Dispatch:
         numbers = expert_numbers(chosen_NE.contiguous(), topk)
         return cls(numbers, experts, group, question, counts_G[:, :experts], rows_G, goes_NG, last_first)
 
+    @property
+    def goes_everywhere(self) -> bool:
+        """Whether all rows are sent to all ranks."""
+        return self._sent_row_S is None
+
     def spread(self, x_N: torch.Tensor) -> torch.Tensor:
         """Returns [S, ...] the rows to send, sorted by receiving rank."""
-        if self._ranks == 1:
-            return x_N
         if self._sent_row_S is None:
             return x_N.repeat(self._ranks, *[1] * (x_N.dim() - 1))
         return x_N[self._sent_row_S]

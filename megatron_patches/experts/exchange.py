@@ -67,18 +67,33 @@ class Exchange:
         return summed
 
     def start(self, tensors: Sequence[torch.Tensor], to_experts: bool) -> None:
-        """Starts to send tensors: with ``to_experts`` to the ranks of experts, else back from those ranks."""
-        ways = self.dispatch.sent, self.dispatch.received
-        sent, received = ways if to_experts else ways[::-1]
+        """Starts to send tensors: with ``to_experts`` rows to the ranks of experts, else sums back from those ranks.
+
+        Tensors must not be changed until the transfer is finished.
+        """
         assert not self._under_way
         for tensor in tensors:
             if self.dispatch.group.size() == 1:
                 self._under_way.append((tensor, tensor, None))
-                continue
-            given, arriving = tensor.contiguous(), tensor.new_empty(sum(received), *tensor.shape[1:])
-            group = self.dispatch.group
-            work = dist.all_to_all_single(arriving, given, received, sent, group=group, async_op=True)
-            self._under_way.append((arriving, given, work))
+            elif to_experts and self.dispatch.goes_everywhere and takes_lists(tensor):
+                self._under_way.append(self._send_everywhere(tensor.contiguous()))
+            else:
+                given = self.dispatch.spread(tensor) if to_experts else tensor
+                self._under_way.append(self._send(given.contiguous(), to_experts))
+
+    def _send(self, given: torch.Tensor, to_experts: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        ways = self.dispatch.sent, self.dispatch.received
+        sent, received = ways if to_experts else ways[::-1]
+        arriving = given.new_empty(sum(received), *given.shape[1:])
+        work = dist.all_to_all_single(arriving, given, received, sent, group=self.dispatch.group, async_op=True)
+        return arriving, given, work
+
+    def _send_everywhere(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Sends all rows to all ranks, without a copy for each rank."""
+        received, group = self.dispatch.received, self.dispatch.group
+        arriving = given.new_empty(sum(received), *given.shape[1:])
+        work = dist.all_to_all(list(arriving.split(received)), [given] * group.size(), group=group, async_op=True)
+        return arriving, given, work
 
     def finish(self) -> list[torch.Tensor]:
         under_way, self._under_way = self._under_way, []
@@ -104,9 +119,9 @@ class Exchange:
             self._freed[0].untyped_storage().resize_(0)
 
     def rows_again(self) -> list[torch.Tensor]:
-        """Returns the [S, H] rows to send again, in a list with at most one tensor."""
+        """Returns the [N, H] rows to send again, in a list with at most one tensor."""
         sent_again_NH, self._sent_again_NH = self._sent_again_NH, None
-        return [] if sent_again_NH is None else [self.dispatch.spread(sent_again_NH)]
+        return [] if sent_again_NH is None else [sent_again_NH]
 
     def restore(self, received: Sequence[torch.Tensor]) -> None:
         """Computes the experts' input again, from the [R, H] rows that all ranks' :meth:`rows_again` sent here."""
@@ -117,6 +132,11 @@ class Exchange:
             self.dispatch.by_expert(rows_RH, out=freed)
 
 
+def takes_lists(tensor: torch.Tensor) -> bool:
+    """Whether an all-to-all of this tensor may have lists of tensors: NCCL takes them, gloo does not."""
+    return tensor.is_cuda
+
+
 class _LaunchRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_NH: torch.Tensor, probs_NE: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -125,7 +145,7 @@ class _LaunchRows(torch.autograd.Function):
         leaving = [hidden_NH, probs_NE.gather(1, way.expert_NK.long())]
         if not way.has_arrived:
             leaving.append(way.expert_NK)
-        exchange.start([way.spread(each) for each in leaving], to_experts=True)
+        exchange.start(leaving, to_experts=True)
         return graph_token(hidden_NH.device)
 
     @staticmethod
@@ -184,5 +204,5 @@ class _JoinOutputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         exchange = ctx.exchange
-        exchange.start([exchange.dispatch.spread(d_NH), *exchange.rows_again()], to_experts=True)
+        exchange.start([d_NH, *exchange.rows_again()], to_experts=True)
         return graph_token(d_NH.device), None

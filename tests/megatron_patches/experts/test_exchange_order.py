@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,41 @@ def _dies(folder):
     except RuntimeError:
         (folder / "seconds").write_text(str(time.monotonic() - began[2]))
         raise
+
+
+def _as_lists(outputs, inputs, group, async_op):
+    """Does what NCCL's all-to-all of lists does."""
+    arrived = torch.cat(outputs)
+    sizes = [len(each) for each in outputs], [len(each) for each in inputs]
+    torch.distributed.all_to_all_single(arrived, torch.cat(inputs), *sizes, group=group)
+    for into, part in zip(outputs, arrived.split(sizes[0]), strict=True):
+        into.copy_(part)
+    return SimpleNamespace(wait=lambda: None)
+
+
+def _with_and_without_lists():
+    """Whether gradients are equal, by recomputation; the number of lists that were sent, and of those with copies."""
+    on_cpu()
+    from megatron_patches.experts import exchange
+
+    equal, sent = {}, []
+    for recompute in ("none", "mlp"):
+        gradients = []
+        for lists in (False, True):
+            case, cad, ddp = _prepared(recompute)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(exchange, "takes_lists", lambda _, lists=lists: lists)
+                patch.setattr(exchange.dist, "all_to_all", lambda *a, **k: sent.append(a[1]) or _as_lists(*a, **k))
+                _step(case, cad, ddp)
+            gradients.append([weight.main_grad.clone() for weight in ddp.parameters()])
+        equal[recompute] = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    return equal, len(sent), sum(any(each is not given[0] for each in given) for given in sent)
+
+
+def test_rows_that_go_everywhere_are_sent_without_copies():
+    for equal, sent, copies in run_ranks(2, _with_and_without_lists):
+        assert equal == {"none": True, "mlp": True}
+        assert (sent > 0, copies) == (True, 0)
 
 
 def test_rows_travel_beside_the_other_half_and_hosts_ask_once():
