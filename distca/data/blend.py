@@ -167,7 +167,7 @@ class Blend:
 
         Raises:
             DataError: a source has no document that could be used, or no long or no short one where it needs some; or
-                the epoch would have none, or more than can be counted.
+                the epoch would have none of a source, or more than can be counted.
         """
         owner = np.searchsorted(self._first, documents, side="right") - 1
         own = [documents[owner == number] for number in range(len(self._sources))]
@@ -178,10 +178,7 @@ class Blend:
             share = each.long_share if each.long_tokens else 0.0
             for kind, tokens in ((True, share * budget), (False, (1 - share) * budget)):
                 used.append(self._use(mine[long == kind], tokens, each, (seed, number, int(kind))))
-        found = np.concatenate(used)
-        if not len(found):
-            raise DataError("An epoch of the blend is shorter than half of any document; raise epochs or tokens.")
-        return found
+        return np.concatenate(used)
 
     def _budgets(self, tokens: list[int]) -> list[float]:
         """Tokens of each source in an epoch of the blend."""
@@ -216,6 +213,12 @@ class Blend:
         more = order[np.cumsum(self.lengths[documents][order]) - self.lengths[documents][order] / 2 < rest]
         times = np.full(len(documents), int(whole), np.int64)
         times[more] += 1
+        if tokens and not times.any():
+            side = f" on one side of {each.long_tokens:,} tokens" if each.long_tokens else ""
+            raise DataError(
+                f"An epoch of the blend would have no document of its source {each.path}{side}, as it takes less than "
+                f"half of the first one; raise its {each.amount}, {each.value:g}{', or change its long' * bool(side)}."
+            )
         return np.repeat(documents, times)
 
     def _own(self, document: int) -> tuple[DocumentSource, int]:

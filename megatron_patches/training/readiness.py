@@ -54,11 +54,13 @@ def made_ready(
         A function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Raises:
-        SupportError: ``step`` is no Step; torch.autocast is on; the model was not attached, or was changed since; the
-            step was planned with other options, or for more token ids than the model has; or weights would get wrong
-            gradients or updates.
+        SupportError: ``step`` is no Step; torch.autocast or, for training, torch.inference_mode is on; the model was
+            not attached, or was changed since; the step was planned with other options, or for more token ids than the
+            model has; or weights would get wrong gradients or updates.
     """
     if not forward_only:
+        if torch.is_inference_mode_enabled():
+            raise SupportError("torch.inference_mode is on, in which nothing can be trained: leave it before the step.")
         check_wrapped(model)
     gpt = unwrap_model(model)
     check_attached(gpt)

@@ -60,7 +60,8 @@ def wrap_for_data_parallel(
         fp8_param_gather=has_fp8_weights(model),
     )
     norm_gradients_together()
-    wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
+    with torch.enable_grad():  # Megatron looks up nodes of autograd, also where the caller left it off
+        wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.finalize_model_grads_func = finalize_gradients
     config.no_sync_func = no_sync_of(wrapped)
     broadcast_weights(wrapped)

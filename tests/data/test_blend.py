@@ -122,7 +122,11 @@ def test_mistakes_are_sentences(tmp_path, content, said):
 @pytest.mark.parametrize(
     ("amounts", "said"),
     [
-        ((("tokens", 1), ("epochs", 0.1)), "shorter than half of any document; raise epochs or tokens"),
+        (
+            (("tokens", 1), ("epochs", 1)),
+            "no document of its source 0, as it takes less than half of .* its tokens, 1.",
+        ),
+        ((("epochs", 1), ("epochs", 0.4)), "no document of its source 1, as it takes less than half of .* epochs, 0.4"),
         ((("tokens", 1e15), ("epochs", 1)), r"its source 0 385,\d{3},\d{3},\d{3} times; change its tokens, 1e\+15, or"),
         ((("weight", 1e-9), ("weight", 1e9)), "would use each document of its source 1 .* times; change its weight"),
     ],
@@ -135,5 +139,7 @@ def test_an_epoch_of_no_document_or_of_too_many_is_a_sentence(amounts, said):
 def test_a_share_of_long_documents_needs_some():
     with pytest.raises(DataError, match="has no documents on both sides of 1,000 tokens"):
         Corpus(blend((LENGTHS, "epochs", 1), long_tokens=1000, long_share=0.5), 100)
+    with pytest.raises(DataError, match=r"no document of its source 0 on one side of 16 tokens, .* or change its long"):
+        Corpus(blend((LENGTHS, "epochs", 1), long_tokens=16, long_share=1e-4), 100)
     with pytest.raises(DataError, match=r"cannot be read \(No such file"):
         read_blend("nowhere.yaml")

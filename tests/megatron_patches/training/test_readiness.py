@@ -141,6 +141,8 @@ def _changed() -> dict[str, str]:
     said["all undone"] = _trained(cad, ddp, step)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         said["autocast"] = _trained(cad, ddp, step)
+    with torch.inference_mode():
+        said["inference"] = _trained(cad, ddp, step)
     said["autocast inside"] = _said(cad.forward_backward, step, _in_autocast, ddp)
     said["documents"] = _trained(cad, ddp, step.documents)
     ddp.module.output_layer.weight.requires_grad_(False)
@@ -275,7 +277,8 @@ def _harmless() -> dict[str, list[tuple[str, bool]]]:
             ddp.train(mode)
             note(name, cad, ddp, step, usual)
 
-    cad, ddp, step = _wrapped()
+    with torch.no_grad():  # attached and wrapped
+        cad, ddp, step = _wrapped()
     assert _trained(cad, ddp, step) == ""
     usual = _gradients(ddp)
     for at in (1, 3):
@@ -388,6 +391,7 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         assert said["elsewhere"].startswith("embedding.word_embeddings.weight is on meta, but CAD is for cpu")
         qkv = "decoder.layers.0.self_attention.linear_qkv"
         assert said["bias alone"].startswith(f"{qkv}.bias is trained and {qkv}.weight is frozen, but Megatron")
+        assert said["inference"].startswith("torch.inference_mode is on, in which nothing can be trained")
         assert said["frozen on one rank"].startswith(
             "output_layer.weight is frozen on some ranks, and trained on others"
         )
