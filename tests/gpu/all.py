@@ -3,9 +3,9 @@
     python -m tests.gpu.all --seconds 3600 --results FOLDER
 
 Files run side by side over all GPUs, those that take longest first. Then the tests that are marked ``alone`` run, one
-file after the other. FOLDER gets gpu_tests_VERSION.json, by the version of megatron-core, the tests' own figures, and
-logs. The JSON is written after each file. Where time was short, the same command goes on: files that have come to their
-end are left out, if commit, hardware and versions are the same.
+file after the other. FOLDER gets gpu_tests_VERSION.json, by the version of megatron-core, and a folder of that name
+with logs and the tests' own figures. The JSON is written after each file. Where time was short, the same command goes
+on: files that have come to their end are left out, if commit, hardware and versions are the same.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Runs:
     """Runs of test files, each in a process of its own.
 
     Args:
-        results: the folder for the JSON and logs.
+        results: the folder for all results.
         seconds: after which what still runs is ended.
         gpus: names of the GPUs, as in CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, results: Path, seconds: float, gpus: Sequence[str]) -> None:
         self.until = time.monotonic() + seconds
-        self._gpus, self._logs, self._lock = gpus, results / "logs", threading.Lock()
+        self._gpus, self._lock = gpus, threading.Lock()
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         self._report = header(command_line("python -m tests.gpu.all"), len(gpus))
         self._report |= {"commit": git.stdout.strip() or "unknown", "files": {}}
@@ -63,7 +63,8 @@ class Runs:
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             if all(kept[key] == self._report[key] for key in ("commit", "hardware", "versions")):
                 self._report = kept
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self._folder = self._path.with_suffix("")
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, files: Sequence[Path]) -> list[str]:
         """Runs the files; returns a sentence for every part of a file that failed or did not come to its end."""
@@ -83,7 +84,7 @@ class Runs:
 
     def _run(self, file: Path, part: str, first: int) -> None:
         """Runs a part of a file, whose first GPU has this number."""
-        log, began, code = self._logs / f"{file.stem}, {part}.log", time.monotonic(), None
+        log, began, code = self._folder / f"{file.stem}, {part}.log", time.monotonic(), None
         with log.open("w", encoding="utf-8") as output:
             if began < self.until:
                 code = self._code(["-v", "--color=no", "-m", part, str(file)], output, first)
@@ -97,7 +98,7 @@ class Runs:
     def _code(self, arguments: list[str], output: Any, first: int) -> int:
         """The exit code of pytest, which is ended when time is over."""
         gpus = [self._gpus[(first + number) % len(self._gpus)] for number in range(len(self._gpus))]
-        own = {"DISTCA_RESULTS": str(self._path.parent)} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+        own = {"DISTCA_RESULTS": str(self._folder)} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
         command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *arguments]
         streams = {"stdout": output, "stderr": output, "start_new_session": True}
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, **streams)

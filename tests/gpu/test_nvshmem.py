@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,36 +14,65 @@ from distca.testing.ranks import run_ranks
 from distca.transport.select import why_not_nvshmem
 from tests.gpu.nvshmem_cases import ENGINE, KERNEL, fill_little_memory, train_and_compare, treat_as_far
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() and why_not_nvshmem() is not None, reason=f"no NVSHMEM: {why_not_nvshmem()}"
-)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and why_not_nvshmem() is not None, reason=f"no NVSHMEM: {why_not_nvshmem()}"
+    ),
+]
 
 
-def _ranks(ranks, function, *arguments, per_gpu=1):
-    gpus = -(-ranks // per_gpu)
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs")
-    return run_ranks(ranks, function, *arguments, timeout=300, gpus=True)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def trained(request):
-    """What each rank answered, by case."""
-    return _ranks(request.param, train_and_compare, per_gpu=2)
+AT_ONCE = 3
+"""Starts; most of their time they compile, or Python queues small steps."""
+STARTS = {
+    ("trained", 2): (1, 2, train_and_compare),
+    ("trained", 4): (2, 4, train_and_compare),
+    ("little_memory", 2): (1, 2, fill_little_memory),
+    ("far", "01"): (2, 2, treat_as_far, "01"),
+    ("far", "0123"): (4, 4, treat_as_far, "0123"),
+    ("far", "0011"): (4, 4, treat_as_far, "0011"),
+}
+"""Least GPUs, ranks, function and arguments, by the fixture that has the answers, and its parameter."""
 
 
 @pytest.fixture(scope="module")
-def little_memory():
+def answers(request):
+    """Of each start whose tests are to run, what each rank answers; some run at a time."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {pair for item in items for pair in item.callspec.params.items()}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            start: pool.submit(run_ranks, *what, timeout=400, gpus=True)
+            for start, (gpus, *what) in STARTS.items()
+            if start in asked and torch.cuda.device_count() >= gpus
+        }
+
+
+def _answers(answers, *start):
+    gpus, *_ = STARTS[start]
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    return answers[start].result()
+
+
+@pytest.fixture(params=[2, 4])
+def trained(request, answers):
+    """What each rank answered, by case."""
+    return _answers(answers, "trained", request.param)
+
+
+@pytest.fixture(params=[2])
+def little_memory(request, answers):
     """What both ranks answered, by case."""
-    answers = _ranks(2, fill_little_memory, per_gpu=2)
-    return {case: [answer[case] for answer in answers] for case in answers[0]}
+    found = _answers(answers, "little_memory", request.param)
+    return {case: [answer[case] for answer in found] for case in found[0]}
 
 
-@pytest.fixture(scope="module", params=["01", "0123", "0011"])
-def far(request):
+@pytest.fixture(params=["01", "0123", "0011"])
+def far(request, answers):
     """What each rank answered, by case, where the ranks are on these machines, as it were. NVSHMEM's own waits, which
     they use, are refused where ranks share a GPU."""
-    return _ranks(len(request.param), treat_as_far, request.param)
+    return _answers(answers, "far", request.param)
 
 
 @pytest.mark.parametrize("case", ["rows", "rows, one rank late"])
