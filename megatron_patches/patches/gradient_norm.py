@@ -47,6 +47,8 @@ def _scale_by_tensor(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.
     Megatron gives the same list twice."""
     given, into = tensors
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True))
+    if not into:  # an empty list is an error in torch
+        return
     if all(each.dtype == factor.dtype for each in into):
         torch._foreach_mul_(list(into), factor.reshape(()))
         return

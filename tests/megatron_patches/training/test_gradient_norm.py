@@ -67,6 +67,7 @@ def test_gradients_are_clipped_without_reading_the_norm(most):
     ):
         norm = clip_grads.get_grad_norm_fp32([weight.grad for weight in weights])
         clip_grads.clip_grad_by_total_norm_fp32(weights, most, norm)
+        clip_grads.clip_grad_by_total_norm_fp32([], most, norm)  # on a rank without weights of a kind
     assert float(norm) == pytest.approx(float(exact.norm()), rel=1e-6)
     clipped = torch.cat([weight.grad.flatten() for weight in weights])
     assert torch.allclose(clipped.double(), exact * min(1, most / (float(exact.norm()) + 1e-6)), rtol=1e-6, atol=0)
