@@ -27,4 +27,6 @@ def starts(request, tmp_path_factory):
     """Of the selected tests of a file, whose cases are named as the parameters of the test, or as the test."""
     items = [item for item in request.session.items if item.path == request.path]
     names = {item.callspec.id if hasattr(item, "callspec") else item.name for item in items}
-    return Starts(tmp_path_factory.mktemp("starts"), names)
+    made = Starts(tmp_path_factory.mktemp("starts"), names)
+    yield made
+    made.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from distca.testing.ranks import RankFailure, run_ranks
 logger = logging.getLogger(__name__)
 Case = tuple[Any, ...]
 """A function that can be imported from a module, and its arguments."""
+AT_ONCE = 4
+"""Starts of a file."""
 
 
 class Starts:
@@ -35,31 +38,40 @@ class Starts:
 
     def __init__(self, folder: Path, selected: Collection[str], gpus: bool = True) -> None:
         self._folder, self._selected, self._gpus = folder, selected, gpus
-        self._found: dict[str, dict[str, Any]] = {}
+        self._begun: dict[str, Future[dict[str, Any]]] = {}
+        self._pool = ThreadPoolExecutor(AT_ONCE)
 
-    def result(self, start: str, name: str, ranks: int, cases: Mapping[str, Case], timeout: float = 600.0) -> list[Any]:
-        """Returns what a case returned, by rank. The first call for a start runs all of its selected cases.
+    def begin(self, start: str, ranks: int, cases: Mapping[str, Case], timeout: float = 600.0) -> None:
+        """Begins a start, if it has not begun yet, and returns at once. It runs all of its selected cases.
 
         Args:
             start: a name for the start.
-            name: of the case.
             ranks: how many.
             cases: all cases of the start, by name.
             timeout: seconds for all cases.
+        """
+        if start not in self._begun:
+            folder = self._folder / str(len(self._begun))
+            folder.mkdir()
+            selected = {each: case for each, case in cases.items() if each in self._selected}
+            self._begun[start] = self._pool.submit(_run, folder, ranks, selected, timeout, self._gpus)
+
+    def result(self, start: str, name: str, ranks: int, cases: Mapping[str, Case], timeout: float = 600.0) -> list[Any]:
+        """Returns what the case with this name returned, by rank. Other arguments are those of :meth:`begin`.
 
         Raises:
             RankFailure: the case failed.
         """
-        if start not in self._found:
-            folder = self._folder / str(len(self._found))
-            folder.mkdir()
-            selected = {each: case for each, case in cases.items() if each in self._selected}
-            self._found[start] = _run(folder, ranks, selected, timeout, self._gpus)
-        answer = self._found[start][name]
+        self.begin(start, ranks, cases, timeout)
+        answer = self._begun[start].result()[name]
         if isinstance(answer, RankFailure):
             raise RankFailure(str(answer))
         results: list[Any] = answer
         return results
+
+    def close(self) -> None:
+        """Waits for all starts."""
+        self._pool.shutdown()
 
 
 def _run(folder: Path, ranks: int, cases: Mapping[str, Case], timeout: float, gpus: bool) -> dict[str, Any]:
