@@ -20,7 +20,8 @@ from distca.ops.triton import has_kernels
 
 def is_faster(x_NH: torch.Tensor, weight_EH: torch.Tensor) -> bool:
     """Whether :func:`router_linear` computes these tensors on tensor cores, and its check did not refuse it."""
-    return x_NH.dtype == weight_EH.dtype == torch.bfloat16 and has_kernels(x_NH, "router products")
+    narrow = x_NH.dtype == weight_EH.dtype == torch.bfloat16
+    return narrow and x_NH.numel() > 0 and has_kernels(x_NH, "router products")
 
 
 def router_linear(x_NH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
