@@ -37,7 +37,6 @@ LONGEST = [
 ]  # fmt: skip
 BESIDE, ALONE = "not alone", "alone"  # the parts of a file, in pytest's words
 ENDED = (0, 1, 5)  # exit codes of pytest that came to its end; 5 where all tests are of the other part
-TERM_S = 15.0  # seconds that a file gets to end its ranks when time is over
 RESULT = re.compile(r"^(\S*::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 SELECTED = re.compile(r"collected (\d+) items?(?: / .*?(\d+) selected)?")
 SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.MULTILINE)
@@ -53,8 +52,7 @@ class Runs:
     """
 
     def __init__(self, results: Path, seconds: float, gpus: Sequence[str]) -> None:
-        self.until = time.monotonic() + seconds
-        self._gpus, self._lock = gpus, threading.Lock()
+        self.until, self._gpus, self._lock = time.monotonic() + seconds, gpus, threading.Lock()
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         self._report = header(command_line("python -m tests.gpu.all"), len(gpus))
         self._report |= {"commit": git.stdout.strip() or "unknown", "files": {}}
@@ -107,7 +105,7 @@ class Runs:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(TERM_S)
+                process.wait(15)  # seconds in which it may end its ranks
         with suppress(ProcessLookupError):  # ranks that are left
             os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
