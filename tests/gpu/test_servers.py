@@ -42,7 +42,8 @@ AT_ONCE = 3
 def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str, Any], per_gpu: int = 1) -> Path:
     own = {"name": name, "output": output, "data.whole_documents": "false", "train.micro_batches": 2} | settings
     gpus = homes + servers // per_gpu
-    variables = {"GPUS_PER_NODE": str(gpus), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")[:gpus]
+    variables = {"GPUS_PER_NODE": str(gpus), "CUDA_VISIBLE_DEVICES": ",".join(visible)}
     if servers:
         variables |= {"SERVERS": str(servers), "SERVERS_PER_GPU": str(per_gpu)}
     command = ["bash", str(ROOT / "pretrain_llama.sh"), *settings_line(own)]
