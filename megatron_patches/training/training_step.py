@@ -27,6 +27,7 @@ from megatron.core.transformer.module import Float16Module
 from distca.errors import SupportError
 from distca.ops.scaling import scaled
 from megatron_patches.patches.gradient_norm import norm_gradients_together
+from megatron_patches.patches.weight_copies import copy_weights_together
 from megatron_patches.steps.device_batch import Batch
 from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
@@ -60,6 +61,7 @@ def wrap_for_data_parallel(
         fp8_param_gather=has_fp8_weights(model),
     )
     norm_gradients_together()
+    copy_weights_together()
     with torch.enable_grad():  # Megatron looks up nodes of autograd, also where the caller left it off
         wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.finalize_model_grads_func = finalize_gradients
