@@ -6,8 +6,10 @@ the sum of losses or the labels' log-probabilities. It then computes logits for 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,9 @@ from distca.ops.logits import AS_THEY_ARE, LogitTransform
 from distca.ops.output_loss import VocabularyShards, log_probabilities, output_loss
 from megatron_patches.experts.balance import ExpertLoad, MicroBatchBalance
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+
+_IGNORED = ("inference_context", "inference_params", "packed_seq_params", "extra_block_kwargs", "padding_mask")
+"""Arguments of Megatron's forward that layers of this project do not read."""
 
 
 class PatchedForward(LanguageModule):
@@ -62,9 +67,9 @@ class PatchedForward(LanguageModule):
             example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
 
         Raises:
-            SupportError: torch.autocast is on; an argument is missing or has the wrong class; ``summed_loss`` and
-                ``log_probabilities`` are both set; or one is set for a model whose output layer or loss the user
-                changed.
+            SupportError: torch.autocast is on; an argument is missing, has the wrong class or other rows than the
+                batch, or would be ignored; ``summed_loss`` and ``log_probabilities`` are both set; or one is set for a
+                model whose output layer or loss the user changed.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
@@ -74,6 +79,8 @@ class PatchedForward(LanguageModule):
                 f"The model was called with a {type(attention_mask).__name__} as attention_mask; pass the `attention` "
                 "of a batch that the model's own CAD planned."
             )
+        self._check_given(args, kwargs)
+        _check_rows(attention_mask, input_ids, position_ids, kwargs)
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both, or leave summed_loss out.")
         if log_probabilities and (summed_loss or kwargs.get("labels") is None):
@@ -94,6 +101,16 @@ class PatchedForward(LanguageModule):
         if attention_mask.balance is not None and attention_mask.balance.training:
             self.expert_load.add(attention_mask.balance)
         return output
+
+    def _check_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses arguments of Megatron's forward that would be ignored."""
+        given = dict(zip(_further_arguments(megatrons_class(self)), args, strict=False)) | kwargs  # type: ignore[arg-type]
+        for name in _IGNORED:
+            if given.get(name) is not None:
+                raise SupportError(
+                    f"The model was called with {name}, which would be ignored, as a step runs whole documents: leave "
+                    "it out."
+                )
 
     def _with_balance(self, micro_batch: Any) -> Any:
         layers = self.expert_load.layers
@@ -163,6 +180,33 @@ def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | 
     patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
     model.__class__ = type(own.__name__, (patched, own), {"__module__": own.__module__})
     model.takes = takes
+
+
+@cache
+def _further_arguments(kind: type[LanguageModule]) -> list[str]:
+    """Returns the names of the arguments of Megatron's forward behind the attention mask."""
+    names = list(signature(kind.forward).parameters)
+    return names[names.index("attention_mask") + 1 :]
+
+
+def _check_rows(
+    micro_batch: DisaggregatedMicroBatch | PackedMicroBatch,
+    input_ids: torch.Tensor | None,
+    position_ids: torch.Tensor,
+    others: Mapping[str, Any],
+) -> None:
+    """Refuses tensors that have other rows than the micro-batch, for example because they are another one's."""
+    if not micro_batch.nano_rows:
+        return
+    rows = sum(micro_batch.nano_rows)
+    given = {"input_ids": input_ids, "position_ids": position_ids}
+    given |= {name: others.get(name) for name in ("labels", "loss_mask")}
+    for name, each in given.items():
+        if each is not None and (each.numel() != rows or (name == "input_ids" and each.ndim != 2)):
+            raise SupportError(
+                f"The model was called with {name} of shape {list(each.shape)}, and the batch of its `attention` has "
+                f"[1, {rows}]: pass the tensors of one batch as they are."
+            )
 
 
 def _own_output(model: PatchedForward) -> str:

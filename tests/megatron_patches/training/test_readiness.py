@@ -172,6 +172,21 @@ def _changed() -> dict[str, str]:
     return said
 
 
+def _called() -> dict[str, str]:
+    """What is said of a model that is called with arguments of another batch, or with some that would be ignored."""
+    cad, ddp, step = _wrapped()
+    one, other = step.batches[0], cad.plan_step([[np.arange(40), np.arange(40)]]).batches[0]
+    calls: dict[str, dict[str, Any]] = {
+        "attention": {"attention_mask": other.attention},
+        "labels": {"labels": other.labels},
+        "ids": {"input_ids": one.tokens[0]},
+        "inference": {"inference_context": object()},
+    }
+    usual = {"input_ids": one.tokens, "position_ids": one.positions, "attention_mask": one.attention}
+    said = {name: _said(ddp, **usual | call) for name, call in calls.items()}
+    return said | {"by place": _said(ddp, *usual.values(), None, None, object())}
+
+
 def _hooked_experts() -> dict[str, tuple[str, bool]]:
     """What is said of a hook on each part of a layer with experts, and whether it ran."""
     fields = {"num_moe_experts": 2, "moe_ffn_hidden_size": 48, "moe_token_dispatcher_type": "alltoall"}
@@ -348,6 +363,7 @@ def _all() -> dict[str, Any]:
     levels = ({}, {"disaggregate": False}, {"backward": "keep"})
     return {
         "changed": _changed(),
+        "called": _called(),
         "hooked": {multiplier: _hooked_at_home(multiplier) for multiplier in (1.0, 0.5)},
         "experts": _hooked_experts(),
         "mixed": _mixed(),
@@ -401,6 +417,16 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
             "The step is a StepDocuments; give a step that CAD.plan_ahead or CAD.plan_step returned."
         )
         assert said["memory"].startswith("decoder.final_layernorm.weight has other memory than CAD.data_parallel gave")
+
+
+def test_arguments_of_another_batch_or_without_effect_are_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        said = rank["called"]
+        assert said["attention"].startswith("The model was called with input_ids of shape [1, ")
+        assert said["labels"].startswith("The model was called with labels of shape [1, 40], and the batch of its `att")
+        assert "pass the tensors of one batch as they are" in said["ids"]
+        for name in ("inference", "by place"):
+            assert said[name].startswith("The model was called with inference_context, which would be ignored")
 
 
 def test_a_hook_at_home_runs_or_is_refused(found: list[dict[str, Any]]) -> None:
