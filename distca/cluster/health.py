@@ -115,7 +115,8 @@ class Health:
         # The main thread and the watching one may find the same failure. The lock lets one of them report it in full.
         self._leaving = threading.Lock()
         self._waits: list[Waits] = []
-        self._hopeless: dict[Waits, float] = {}  # when they were first seen to wait for a rank that has ended
+        # The oldest wait of each that is for a rank that has ended, and when it was first seen.
+        self._hopeless: dict[Waits, tuple[Wait, float]] = {}
         self._warned_at = 0.0
         self._stop = threading.Event()
         # Homes report a lost node to servers, which need not look for it.
@@ -287,7 +288,11 @@ class Health:
             # The look at ranks, which goes on meanwhile, reports the death with more details, if it is on. And a rank
             # that ended properly has sent its rows before, so the wait will pass. GPUs may not answer each look.
             now = time.monotonic()
-            if now - self._hopeless.setdefault(waits, now) >= _WAIT_GRACE_S:
+            wait, since = self._hopeless.get(waits, (None, now))
+            if wait is not stuck.wait:  # an earlier one has passed
+                since = now
+            self._hopeless[waits] = stuck.wait, since
+            if now - since >= _WAIT_GRACE_S:
                 self._end(self._reports.of_wait(stuck, gone))
 
     def _gone(self, stuck: Stuck) -> list[int]:

@@ -33,6 +33,13 @@ class _Always:
         return True
 
 
+class _Passes:
+    now = False
+
+    def query(self) -> bool:
+        return self.now
+
+
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     monkeypatch.setattr(health, "_PERIOD_S", 0.02)
@@ -125,6 +132,27 @@ def test_a_rank_that_ended_after_its_rows_came_ends_nobody(watch, peer, monkeypa
     of_rank.note(Wait(_Never(), (1,), 7, "rows of"))
     assert not ended.wait(1)
     assert len(asked) > 1
+
+
+def test_a_wait_that_passed_after_its_rank_had_ended_shortens_no_later_one(watch, peer, monkeypatch):
+    monkeypatch.setattr(health, "_WAIT_GRACE_S", 0.5)
+    waits_of_rank, asked, passed = [Wait(_Never(), (1,), number, "rows of") for number in (7, 8)], [], _Passes()
+    waits_of_rank[0] = replace(waits_of_rank[0], passed=passed)
+
+    def missing(wait):
+        """Each is seen once before its rows come, and the second one more than the grace behind the first."""
+        asked.append(wait.number)
+        return [1] if asked.count(wait.number) == 1 else []
+
+    of_rank, ended = watch(missing)
+    peer.kill()
+    peer.wait()
+    of_rank.note(waits_of_rank[0])
+    assert not ended.wait(1)
+    passed.now = True
+    of_rank.note(waits_of_rank[1])
+    assert not ended.wait(0.3)
+    assert {7, 8} == {*asked}
 
 
 def test_rows_that_arrived_do_not_count_as_missing(watch, peer):
