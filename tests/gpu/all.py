@@ -5,12 +5,13 @@
 Files run side by side over all GPUs, those that take longest first. Then the tests that are marked ``alone`` run, one
 file after the other. FOLDER gets gpu_tests_VERSION.json, by the version of megatron-core, and a folder of that name
 with logs and the tests' own figures. The JSON is written after each file. Where time was short, the same command goes
-on: files that have come to their end are left out, if commit, hardware and versions are the same.
+on: files that have come to their end are left out, if code, hardware and versions are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,6 +37,7 @@ LONGEST = [
     "servers", "recurrent", "nvshmem", "transformer_engine", "parity", "checkpoint", "pipeline_schedule", "own_loop",
     "fp8_weights", "layer_kinds", "latent", "experts", "baselines", "moments", "offload",
 ]  # fmt: skip
+CODE = ("distca", "megatron_patches", "csrc", "configs", "examples", "benchmarks", "tests")
 BESIDE, ALONE = "not alone", "alone"  # the parts of a file, in pytest's words
 ENDED = (0, 1, 5)  # exit codes of pytest that came to its end; 5 where all tests are of the other part
 RESULT = re.compile(r"^(\S*::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
@@ -55,11 +58,11 @@ class Runs:
         self.until, self._gpus, self._lock = time.monotonic() + seconds, gpus, threading.Lock()
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         self._report = header(command_line("python -m tests.gpu.all"), len(gpus))
-        self._report |= {"commit": git.stdout.strip() or "unknown", "files": {}}
+        self._report |= {"commit": git.stdout.strip() or "unknown", "code": _digest(), "files": {}}
         self._path = results / f"gpu_tests_{self._report['versions']['megatron-core']}.json"
         if self._path.exists():
             kept = json.loads(self._path.read_text(encoding="utf-8"))
-            if all(kept[key] == self._report[key] for key in ("commit", "hardware", "versions")):
+            if all(kept.get(key) == self._report[key] for key in ("code", "hardware", "versions")):
                 self._report = kept
         self._folder = self._path.with_suffix("")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -111,12 +114,25 @@ class Runs:
         return process.wait()
 
 
+def _digest() -> str:
+    """Of all code and settings, also of what no commit has."""
+    kinds = {".py", ".sh", ".yaml", ".cu", ".cpp", ".h", ".cuh"}
+    found = [file for folder in CODE for file in (ROOT / folder).rglob("*") if file.suffix in kinds]
+    found += [*ROOT.glob("*.py"), *ROOT.glob("*.sh"), ROOT / "pyproject.toml"]
+    digest = hashlib.sha256()
+    for file in sorted(found):
+        digest.update(f"{file.relative_to(ROOT)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
 def _found(text: str) -> dict[str, Any]:
     """What the output of a part says of its tests."""
-    ends, selected = RESULT.findall(text), SELECTED.search(text)
+    ends, selected, skipped = RESULT.findall(text), SELECTED.search(text), Counter[str]()
+    for number, reason in SKIPPED.findall(text):
+        skipped[reason] += int(number)
     return {
         "passed": sum(end == "PASSED" for _, end in ends),
-        "skipped": {reason: int(number) for number, reason in SKIPPED.findall(text)},
+        "skipped": dict(skipped),
         "failed": [name.partition("::")[2] for name, end in ends if end in ("FAILED", "ERROR")],
         "not_reached": max(0, int(selected[2] or selected[1]) - len(ends)) if selected else "all",
     }
@@ -137,7 +153,8 @@ def main() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     runs = Runs(given.results.absolute(), given.seconds, gpus)
-    signal.signal(signal.SIGINT, lambda *_: setattr(runs, "until", 0.0))
+    for number in (signal.SIGINT, signal.SIGTERM):  # tests have sessions of their own, and would go on
+        signal.signal(number, lambda *_: setattr(runs, "until", 0.0))
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     files = sorted((ROOT / "tests/gpu").glob("test_*.py"), key=lambda file: order.get(file.stem, len(order)))
     wrong = runs.run(files)

@@ -101,6 +101,7 @@ def _each(folder: Path, cases: Mapping[str, Case]) -> None:
         unfinished = folder / f"{dist.get_rank()}"
         torch.save(answer, unfinished)
         unfinished.rename(_file(folder, name, dist.get_rank()))
+        dist.barrier()  # a rank that fails in the next case would end others in this one
         gc.collect()
         torch.cuda.empty_cache()
 

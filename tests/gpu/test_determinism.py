@@ -129,6 +129,7 @@ def test_a_repeated_run_is_equal_bit_by_bit(folder: Path, name: str) -> None:
     for key in ("loss", "grad_norm"):
         values = [list(steps_of(folder / f"{name} {number}", key).values()) for number in range(REPEATS)]
         logger.info("%s, %s: %s", name, key, values)
+    assert all(len(run) == COMMON["train.steps"] for rank in found for run in rank["runs"])
     differences = [first_difference(rank["runs"]) for rank in found]
     assert not any(differences), differences
     losses = [steps_of(folder / f"{name} {number}") for number in range(REPEATS)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import all as all_gpu_tests
 from tests.gpu.all import ALONE, BESIDE, Runs
 
 FIRST = """
@@ -15,6 +16,7 @@ def test_right(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 def test_wrong(): assert False
 @pytest.mark.parametrize("a", ["a b"])
 def test_left_out(a): pytest.skip("needs 3 GPUs")
+def test_left_out_too(): pytest.skip("needs 3 GPUs")
 """
 SECOND = """
 import os, pytest
@@ -43,7 +45,7 @@ def _kept(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
 
 
 def test_what_failed_is_said_and_what_has_ended_does_not_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = _files(tmp_path, first=FIRST, second=SECOND)
     for ran in (3, 0):
@@ -51,8 +53,10 @@ def test_what_failed_is_said_and_what_has_ended_does_not_run_again(
         assert capsys.readouterr().out.count("passed") == ran
     first, second = _kept(tmp_path / "out")["test_first"][BESIDE], _kept(tmp_path / "out")["test_second"]
     assert (first["passed"], first["failed"], first["not_reached"]) == (1, ["test_wrong"], 0)
-    assert first["skipped"] == {"needs 3 GPUs": 1}
+    assert first["skipped"] == {"needs 3 GPUs": 2}
     assert [second[part]["passed"] for part in (BESIDE, ALONE)] == [1, 1]
+    monkeypatch.setattr(all_gpu_tests, "_digest", lambda: "of other code")  # of the same commit, as before one is made
+    assert len(Runs(tmp_path / "out", 0, ["0", "1"]).run(files)) == 3, "what the other code did is taken for this one's"
 
 
 def test_time_that_is_over_ends_tests_which_are_named_as_not_reached(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,23 @@ def _process(word: str) -> tuple[str, int]:
     return word, os.getpid()
 
 
+def _late_on_rank_0(word: str) -> tuple[str, int]:
+    time.sleep(2.5 * (dist.get_rank() == 0))  # rank 1 fails in the next case meanwhile, if it does not wait
+    return _process(word)
+
+
 def _fail_on_rank_1() -> None:
     if dist.get_rank() == 1:
         raise ValueError("no")
     dist.barrier()
 
 
-CASES = {"first": (_process, "a"), "wrong": (_fail_on_rank_1,), "third": (_process, "b"), "fourth": (_process, "c")}
+CASES = {
+    "first": (_late_on_rank_0, "a"),
+    "wrong": (_fail_on_rank_1,),
+    "third": (_process, "b"),
+    "fourth": (_process, "c"),
+}
 
 
 def test_a_case_that_fails_hides_no_other_and_those_before_and_behind_it_share_starts(tmp_path: Path) -> None:
