@@ -16,4 +16,4 @@ def scaled(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = Non
         out: where the products go, perhaps ``x`` itself; None for new memory.
     """
     out = torch.empty_like(x) if out is None else out
-    return torch.mul(x, factor.reshape(1).expand(x.shape), out=out)
+    return torch.mul(x, factor.reshape(()).expand(x.shape), out=out)

@@ -35,7 +35,7 @@ def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
     """Multiplies by ``factor``. ``tensors`` holds two lists, to read and to write, which may share memory."""
     given, into = tensors
-    if all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
+    if into and all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
         torch._foreach_mul_(list(into), factor)
     else:
         utils.local_multi_tensor_scale(size, flag, tensors, factor)

@@ -7,9 +7,9 @@ import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
 
-from megatron_patches.patches.gradient_norm import norm_gradients_together
+from megatron_patches.patches.gradient_norm import _scale_by_tensor, norm_gradients_together
 
-SHAPES = ((3, 5), (0,), (1,), (700,))
+SHAPES = ((3, 5), (0,), (1,), (700,), ())
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,15 @@ def test_gradients_are_scaled_as_before(in_place):
     into = given if in_place else [torch.full_like(each, torch.nan) for each in given]
     clip_grads.multi_tensor_scale_impl(1 << 16, torch.zeros(1), [given, into], 0.3)
     assert all(torch.equal(a, b) for a, b in zip(into, expected, strict=True))
+    clip_grads.multi_tensor_scale_impl(1 << 16, torch.zeros(1), [[], []], 0.3)  # on a rank without gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_scaled_by_a_tensor(dtype):
+    given, factor = _gradients(dtype), torch.tensor([0.3003])
+    expected = [(each.float() * 0.3003).to(dtype) for each in given]
+    _scale_by_tensor(1 << 16, torch.zeros(1), [given, given], factor)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
 def test_what_transformer_engine_brings_stays(monkeypatch):
