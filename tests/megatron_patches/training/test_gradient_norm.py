@@ -69,7 +69,7 @@ def test_gradients_are_clipped_without_reading_the_norm(most):
     on_cpu, names = torch.zeros, torch.Tensor.type
     with (
         mock.patch.object(torch, "zeros", lambda *size, device=None, **named: on_cpu(*size, **named)),
-        mock.patch.object(torch.Tensor, "type", lambda x: names(x).replace("torch.", "torch.cuda.")),
+        mock.patch.object(torch.Tensor, "type", lambda x: f"torch.cuda.{names(x).rpartition('.')[2]}"),
         mock.patch.object(torch.distributed, "all_reduce"),
         mock.patch.object(torch.Tensor, "item", side_effect=AssertionError),
         mock.patch.object(torch.Tensor, "__bool__", side_effect=AssertionError),
