@@ -21,7 +21,7 @@ from distca.ops.triton import has_kernels
 def is_faster(x_NH: torch.Tensor, weight_EH: torch.Tensor) -> bool:
     """Whether :func:`router_linear` computes these tensors on tensor cores, and its check did not refuse it."""
     narrow = x_NH.dtype == weight_EH.dtype == torch.bfloat16
-    return narrow and x_NH.numel() > 0 and has_kernels(x_NH, "router products")
+    return narrow and x_NH.numel() > 0 and _is_served() and has_kernels(x_NH, "router products")
 
 
 def router_linear(x_NH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
@@ -57,6 +57,11 @@ class _RouterLinear(torch.autograd.Function):
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The product of two matrices in at least float32."""
     dtype = wide(a.dtype)
-    if a.is_cuda and a.dtype != dtype:
+    if a.is_cuda and a.dtype != dtype and _is_served():
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a.to(dtype), b.to(dtype))
+
+
+def _is_served() -> bool:
+    """Whether torch multiplies narrow matrices to wide ones: from 2.8 on."""
+    return "dtype" in torch.ops.aten.mm.overloads()

@@ -40,7 +40,6 @@ _expert_numbers = self_check.expert_numbers
 
 def _wrong(name):
     """(attribute, function) of an operation that is wrong in all types but float64."""
-    seen = []
 
     def rms_norm(x, weight, epsilon):
         return _rms_norm(x, weight, epsilon + (0.05 if x.dtype != torch.float64 else 0))
@@ -81,10 +80,10 @@ def _wrong(name):
         logits = _router_linear(x, weight)
         return logits if x.dtype == torch.float64 else logits.bfloat16().float()
 
-    def of_the_next_row(chosen, topk):
+    def off_by_one(chosen, topk):
         numbers = _expert_numbers(chosen, topk)
-        seen.append(numbers)
-        return numbers if len(seen) % 2 == 0 else numbers.roll(1, 0)  # every second time in the run in float64
+        numbers[-1, 0] += 1
+        return numbers
 
     def of_the_next_expert(x, weights, groups, into_main_grad):
         return _grouped_linear(
@@ -110,7 +109,7 @@ def _wrong(name):
         "row sums": ("row_dots", sums),
         "expert sums": ("expert_sums", of_other_pairs),
         "router products": ("router_linear", as_of_bfloat16),
-        "expert numbers": ("expert_numbers", of_the_next_row),
+        "expert numbers": ("expert_numbers", off_by_one),
         "expert gradients": ("grouped_linear", of_the_next_expert),
         "bias gradients": ("add_biases", of_the_next_bias),
     }[name]
