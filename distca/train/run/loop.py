@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distca.data.corpus import Corpus
-from distca.errors import DivergedError
+from distca.errors import ConfigError, DivergedError
 from distca.train.checkpoint import checkpoints
 from distca.train.checkpoint.export import export
 from distca.train.checkpoint.saver import Saver
@@ -58,6 +58,11 @@ def evaluate(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkp
     if not len(corpus.validation):
         corpus.validation = corpus.train
     loss, targets = _Loop(trainer, corpus, folder, resume).loss_of_validation()
+    if not targets:
+        raise ConfigError(
+            f"train.validate_batches is {trainer.config.train.validate_batches}, and so many batches have no token whose "
+            "loss counts; raise it, or name other documents."
+        )
     logger.info(
         "Validation loss %.4f, perplexity %.4g, over %s (train.validate_batches %d).",
         *(loss, perplexity(loss), count(targets, "target token"), trainer.config.train.validate_batches),
@@ -210,11 +215,22 @@ class _Loop:
         return self._recorder.record(step, loss, grad_norm, lr, time.perf_counter() - began)
 
     def validate(self) -> float | None:
-        """Mean loss per target token over the first global batches of the validation set; the same ones every time."""
-        return self.loss_of_validation()[0] if len(self._corpus.validation) else None
+        """Mean loss per target token over the first global batches of the validation set; the same ones every time.
+
+        None if there is no validation set, or if these batches have no target token."""
+        if not len(self._corpus.validation):
+            return None
+        loss, targets = self.loss_of_validation()
+        if not targets and self._speaks:
+            logger.warning(
+                "There is no validation loss: train.validate_batches is %d, and so many batches have no token whose loss "
+                "counts. Raise it, or data.validation_fraction.",
+                self._config.train.validate_batches,
+            )
+        return loss if targets else None
 
     def loss_of_validation(self) -> tuple[float, int]:
-        """The loss of a set that has documents, and of how many target tokens it is the mean."""
+        """The loss of a set that has documents, and of how many target tokens it is the mean; NaN of none."""
         trainer = self._trainer
         sampler = open_sampler(self._config, self._corpus.validation, trainer.cad.options.ranks)
         total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)

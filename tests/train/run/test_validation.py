@@ -1,0 +1,37 @@
+"""Validation batches without a target token: no loss is made up for them."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distca.errors import ConfigError
+from distca.train.run import loop
+
+CONFIG = SimpleNamespace(train=SimpleNamespace(validate_batches=2, evaluate=True))
+
+
+def _loop(targets: int) -> Any:
+    made = object.__new__(loop._Loop)
+    made._corpus, made._config, made._speaks = SimpleNamespace(validation=[[1]]), CONFIG, True
+    made.loss_of_validation = lambda: (1.5 if targets else float("nan"), targets)
+    return made
+
+
+def test_training_goes_on_without_a_validation_loss(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "distca"):
+        assert _loop(3).validate() == 1.5 and not caplog.messages
+        assert _loop(0).validate() is None
+    assert "train.validate_batches is 2" in caplog.text
+
+
+def test_an_evaluation_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_Loop", lambda *_: _loop(0))
+    corpus: Any = SimpleNamespace(validation=[[1]])
+    trainer: Any = SimpleNamespace(config=CONFIG)
+    folder: Any = None
+    with pytest.raises(ConfigError, match="no token whose loss counts"):
+        loop.evaluate(trainer, corpus, folder, None)
