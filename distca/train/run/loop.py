@@ -60,7 +60,7 @@ def evaluate(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkp
     loss, targets = _Loop(trainer, corpus, folder, resume).loss_of_validation()
     if not targets:
         raise ConfigError(
-            f"train.validate_batches is {trainer.config.train.validate_batches}, and so many batches have no token whose "
+            f"train.validate_batches is {trainer.config.train.validate_batches}, and these batches have no token whose "
             "loss counts; raise it, or name other documents."
         )
     logger.info(
@@ -223,7 +223,7 @@ class _Loop:
         loss, targets = self.loss_of_validation()
         if not targets and self._speaks:
             logger.warning(
-                "There is no validation loss: train.validate_batches is %d, and so many batches have no token whose loss "
+                "There is no validation loss: train.validate_batches is %d, and these batches have no token whose loss "
                 "counts. Raise it, or data.validation_fraction.",
                 self._config.train.validate_batches,
             )

@@ -29,7 +29,8 @@ def test_training_goes_on_without_a_validation_loss(caplog: pytest.LogCaptureFix
 
 
 def test_an_evaluation_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_Loop", lambda *_: _loop(0))
+    nothing = _loop(0)
+    monkeypatch.setattr(loop, "_Loop", lambda *_: nothing)
     corpus: Any = SimpleNamespace(validation=[[1]])
     trainer: Any = SimpleNamespace(config=CONFIG)
     folder: Any = None
