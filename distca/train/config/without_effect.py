@@ -5,9 +5,8 @@ from __future__ import annotations
 from distca.train.config.cli import by_setting
 from distca.train.config.schema import RunConfig
 
-_DISAGGREGATED_ONLY = ("ping_pong", "backward", "tolerance", "ranks_per_node")
-"""Below cad. Kernel and deterministic count at home too, cost_table in the balance that is recorded; transport is made
-in any case, with its buffer."""
+_DISAGGREGATED_ONLY = ("transport", "ping_pong", "backward", "tolerance", "ranks_per_node", "nvshmem_buffer_gb")
+"""Below cad. Kernel and deterministic count at home too, cost_table in the balance that is recorded."""
 
 
 def without_effect(config: RunConfig) -> str | None:

@@ -8,7 +8,8 @@ from distca.train.config.without_effect import without_effect
     ("line", "said"),
     [
         ("", None),
-        ("--cad.kernel reference --cad.deterministic true --cad.transport gloo --cad.cost_table a.json", None),
+        ("--cad.kernel reference --cad.deterministic true --cad.cost_table a.json", None),
+        ("--cad.nvshmem_buffer_gb 2 --cad.transport nvshmem", "cad.transport nvshmem, cad.nvshmem_buffer_gb 2.0"),
         (
             "--cad.backward resend --cad.ranks_per_node 2 --cad.tolerance 0.1 --cad.ping_pong false",
             "cad.ping_pong false, cad.backward resend, cad.tolerance 0.1, cad.ranks_per_node 2",
