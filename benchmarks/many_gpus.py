@@ -176,11 +176,13 @@ def predict(run: Run, folder: Path, gpus: int, gpu: str) -> None:
     of = ["--of", "pipeline"] if run.benchmark == "benchmarks.pipeline" else []
     own = ["--ranks", str(gpus), "--gpu", gpu, "--table-of", "NVIDIA H100 80GB HBM3"]
     own += ["--links", *_SOCKETS_GB_S] if "--socket-nodes" in run.arguments else []
-    target = ["--output", str(folder / "predicted.json")]
+    target = folder / "predicted.json"
     folder.mkdir(parents=True, exist_ok=True)
-    _call([sys.executable, "-m", "benchmarks.predict", *own, *of, *target, "--", *run.words(folder)], None)
-    if run.benchmark == "benchmarks.throughput":
-        needed = seconds_of(json.loads((folder / "predicted.json").read_text()), run.words(folder), gpus)
+    target.unlink(missing_ok=True)
+    own += ["--output", str(target)]
+    _call([sys.executable, "-m", "benchmarks.predict", *own, *of, "--", *run.words(folder)], None)
+    if run.benchmark == "benchmarks.throughput" and target.exists():
+        needed = seconds_of(json.loads(target.read_text()), run.words(folder), gpus)
         said = logger.info if needed <= run.seconds else logger.warning
         said("%s needs about %.0f s and has %d.", run.name, needed, run.seconds)
 

@@ -33,3 +33,11 @@ def test_seconds_of_a_start_follow_from_its_predicted_steps() -> None:
     whole = many_gpus.seconds_of({"cells": cells}, words.split(), 4)
     fewer = many_gpus.seconds_of({"cells": cells}, words.replace("--batches 4", "--batches 2").split(), 4)
     assert whole - fewer == pytest.approx(2 * (3 + 2))
+
+
+def test_a_run_that_cannot_be_predicted_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_gpus, "_call", lambda *_: None)
+    run = many_gpus.runs_of(4)[0]
+    (tmp_path / "predicted.json").write_text("of an older prediction")
+    many_gpus.predict(run, tmp_path, 4, "NVIDIA H200")
+    assert not any(tmp_path.iterdir())
