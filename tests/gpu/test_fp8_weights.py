@@ -284,3 +284,9 @@ def test_checkpoints_go_to_bfloat16_weights_and_back(folder: Path, name: str) ->
     whole, back = (steps_of(folder / f"{name} {part}") for part in ("whole", "back"))
     logger.info("%s: %s, over bfloat16 %s", name, whole, back)
     assert back == pytest.approx(whole, rel=LOSS)
+
+
+def test_ranks_come_to_their_end(folder: Path) -> None:
+    """Also when all runs are done."""
+    failure = folder / "failure.txt"
+    assert not failure.exists(), failure.read_text()[-3000:]
