@@ -27,9 +27,11 @@ def norm_gradients_together() -> None:
 
 
 def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
-    """Returns [1] float32, the norm of all gradients together, and None. ``tensors`` holds one list, the gradients."""
+    """Returns the norm of all gradients together, and None. ``tensors`` holds one list, the gradients.
+
+    The norm is float32 without dimensions. The optimizer returns it to scripts, which can format it like a number."""
     (gradients,) = tensors
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)))[None], None
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32))), None
 
 
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
