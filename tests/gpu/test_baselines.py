@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 
+pytestmark = pytest.mark.timeout(600)  # both kernels share a start
+
 # As for kernels: a few roundings of bfloat16. Ring attention merges partial outputs in float32.
 TOLERANCE = 6e-3
 KERNELS = ("flash4", "torch")
