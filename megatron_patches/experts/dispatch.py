@@ -98,7 +98,7 @@ class Dispatch:
         assert rows_G[dist.get_rank(group)] == rows
         counts, goes_NG = chosen_NE.sum(0), None
         if not goes_everywhere(ranks, topk):
-            goes_NG = chosen_NE.view(rows, ranks, -1).any(2)
+            goes_NG = chosen_NE.view(rows, ranks, experts // ranks).any(2)
             counts = torch.cat((counts, goes_NG.sum(0)))
         gathered = counts.new_empty(ranks * len(counts))
         dist.all_gather_into_tensor(gathered, counts, group=group)
