@@ -278,8 +278,8 @@ class CAD:
         check_attached(model)
         check_unwrapped(model)
         check_weights_before(model, self.config.params_dtype, self.device)
+        check_same_frozen(model)  # on all ranks; the next check may raise on some
         check_trained_biases(model)
-        check_same_frozen(model)
         check_gradients(gradients, self.config.params_dtype)
         check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
