@@ -150,20 +150,21 @@ def _lose_a_node() -> tuple[str, float, int]:
 
     logging.getLogger().addHandler(Keep())
     # Beats are further apart than looks at the store, which the board takes for granted.
-    health._LOST_S, board._BEAT_S = 12.0, 2.0
+    health._LOST_S, health._HEARD_S, board._BEAT_S = 7.0, 1.5, 1.2
+    health._PERIOD_S = board._PERIOD_S = 0.5
     other = dist.get_rank() == 1
     if other:
         process.machine_name = lambda: "another node"
     codes: list[int] = []
     watching = Health(give_up=lambda code: (codes.append(code), ended.set()))
     watching.doing("step 7")
-    assert not ended.wait(14), f"all nodes live: {said}"
+    assert not ended.wait(8.5), f"all nodes live: {said}"
     lost = time.monotonic()
     if other:
         assert watching._board is not None
         watching._board.stop()
         watching._stop.set()
-        time.sleep(16)
+        time.sleep(10)
         return "", 0.0, 0
     assert ended.wait(60)
     watching.stop()
