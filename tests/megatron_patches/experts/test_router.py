@@ -1,17 +1,15 @@
 """Routers whose rows come in halves."""
 
-from collections import Counter
-
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.testing.reference_attention import relative_error
 from megatron_patches.experts import layer
 from megatron_patches.experts.balance import MicroBatchBalance
 from megatron_patches.experts.layer import BalancedRouter
+from tests.megatron_patches.operations import Operations
 
 ROWS, HIDDEN, EXPERTS, TOPK = 37, 64, 8, 2
 
@@ -43,21 +41,11 @@ def _nano_batch(router):
     return MicroBatchBalance(router.config, [1], documents, [ROWS], 1, True).nano_batch(0)
 
 
-class _Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_the_chosen_experts_are_sorted_out_once_and_counted_as_megatron_counts(before):
     router = _router(moe_router_pre_softmax=before)
     nano_batch, hidden = _nano_batch(router), torch.randn(ROWS, 1, HIDDEN)
-    with _Operations() as operations:
+    with Operations() as operations:
         _, chosen = router(hidden, nano_batch)
     assert operations.count["topk"] == 1
     logits = hidden[:, 0] @ router.weight.t()

@@ -1,23 +1,11 @@
 """Copies of all weights at once, held against Megatron's own on two ranks."""
 
-from collections import Counter
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.testing.ranks import run_ranks
+from tests.megatron_patches.operations import Operations
 from tests.megatron_patches.small_cases import on_cpu
-
-
-class _Copies(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _weights_after_steps(dtype):
@@ -31,7 +19,7 @@ def _weights_after_steps(dtype):
     from megatron_patches.training.optimizer import build_optimizer
     from megatron_patches.training.training_step import wrap_for_data_parallel
 
-    case, found, copies = expert_case("auxiliary loss, shared expert", ep=2), [], _Copies()
+    case, found, copies = expert_case("auxiliary loss, shared expert", ep=2), [], Operations()
     for ours in (False, True):
         initialize_model_parallel(1, 1, case.seed, 1)
         gpt = unmodified_model(case, torch.float32)
