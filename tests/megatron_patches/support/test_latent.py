@@ -116,7 +116,7 @@ def test_a_hook_on_the_gradient_of_a_down_projection_is_seen() -> None:
     )
     linear = ReplicatedLinear(4, 2, config)
     assert [each is linear.weight for each in _fused_weights(linear)] == [True]
-    linear.weight.requires_grad_(False)
+    linear.weight.requires_grad_(False).normal_()
     rows = torch.randn(3, 4, requires_grad=True)
     found, _ = linear(rows)
     found.sum().backward()
