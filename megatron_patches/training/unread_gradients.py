@@ -1,19 +1,24 @@
-"""Finds optimizers that train nothing because they read ``weight.grad``.
+"""Finds optimizers that train nothing, and clipping that clips nothing, because they read ``weight.grad``.
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
 weights without an error. A hook after every step refuses such an optimizer, if none of the trained weights that it
 holds has a ``grad``. It only warns of optimizers that are not from torch. Megatron's own set ``grad`` or hold copies.
+
+torch's functions for clipping skip such weights too, and are refused likewise.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from distca.errors import SupportError
@@ -33,18 +38,44 @@ _listening: list[Any] = []
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
-    """Notes that a model had a backward pass. From now on, optimizers that hold its weights are checked."""
+    """Notes that a model had a backward pass. From now on, what reads gradients of its weights is checked."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
+        _check_clipping(clip_grad.clip_grad_value_)
+        _check_clipping(clip_grad._clip_grads_with_norm_)  # clip_grad_norm_ calls it
     _trained.add(model)
 
 
-def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+def _check_clipping(function: Any) -> None:
+    """Makes a function of torch for clipping refuse weights without ``grad``, under all names that scripts gave it."""
+    (inner,) = function.__closure__  # what a function calls under torch.no_grad
+    clip: Callable[..., Any] = inner.cell_contents
+
+    @wraps(clip)
+    def checked(parameters: torch.Tensor | Iterable[torch.Tensor], *given: Any, **named: Any) -> Any:
+        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(_unread(held)):
+            raise SupportError(
+                "torch.nn.utils clipped nothing: it reads `grad` of each weight, and gradients of a CAD model are in "
+                "`main_grad`. Set clip_grad in Megatron's OptimizerConfig: its optimizer clips by the norm of all "
+                "ranks' gradients."
+            )
+        return clip(held, *given, **named)
+
+    inner.cell_contents = checked
+
+
+def _unread(held: Iterable[torch.Tensor]) -> Iterator[tuple[DistributedDataParallel, list[Any]]]:
+    """Yields the models of which ``held`` has trained weights, and these, if none of them has a ``grad``."""
+    ids = {id(weight) for weight in held}
     for model in list(_trained):
-        weights = [weight for weight in model.param_to_bucket_group if id(weight) in held and not is_fp8(weight)]
-        if not weights or any(weight.grad is not None for weight in weights):
-            continue
+        weights = [weight for weight in model.param_to_bucket_group if id(weight) in ids and not is_fp8(weight)]
+        if weights and all(weight.grad is None for weight in weights):
+            yield model, weights
+
+
+def _look_at(optimizer: Optimizer, *_: Any) -> None:
+    for model, weights in _unread(weight for group in optimizer.param_groups for weight in group["params"]):
         if type(optimizer).__module__.startswith("torch.optim."):
             raise SupportError(
                 f"{type(optimizer).__name__} trained nothing: it reads `grad` of each weight, and gradients of a CAD "

@@ -1,4 +1,4 @@
-"""Optimizers that do not read the gradients of a CAD model are named; those that do are left alone."""
+"""Optimizers and clipping that do not read gradients of a CAD model are named; those that do are left alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # as scripts import them, before a model is trained
 
 from distca.errors import SupportError
 from distca.testing.ranks import run_ranks
@@ -53,6 +54,13 @@ def _handed_over(ddp: Any) -> None:
         weight.grad = weight.main_grad.to(weight.dtype)
 
 
+def _handed_over_and_clipped(ddp: Any) -> None:
+    _handed_over(ddp)
+    assert clip_grad_norm_(ddp.parameters(), 1e-3) > 1e-3
+    norm = torch.linalg.vector_norm(torch.cat([weight.main_grad.flatten() for weight in ddp.parameters()]))
+    assert norm < 1.01e-3
+
+
 def _megatrons(distributed: bool) -> Callable[[Any], Any]:
     def built(ddp: Any) -> Any:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -63,18 +71,23 @@ def _megatrons(distributed: bool) -> Callable[[Any], Any]:
     return built
 
 
+_OTHER = torch.nn.Parameter(torch.ones(2))
 OPTIMIZERS: dict[str, tuple[bool, Callable[[Any], Any], Callable[[Any], None]]] = {
     # Whether gradients are in shards, what is built, and what is done before each of its steps.
     "AdamW": (True, lambda ddp: torch.optim.AdamW(ddp.parameters(), lr=1e-3), lambda _: None),
     "SGD of some": (False, lambda ddp: torch.optim.SGD(list(ddp.parameters())[:2], lr=1e-3), lambda _: None),
     "own, of grad": (False, lambda ddp: ReadsGrad(ddp.parameters(), lr=1e-3), lambda _: None),
     "AdamW, handed over": (False, lambda ddp: torch.optim.AdamW(ddp.parameters(), lr=1e-3), _handed_over),
+    "AdamW, clipped": (False, lambda ddp: torch.optim.AdamW(ddp.parameters(), lr=1e-3), _handed_over_and_clipped),
+    "clipped by norm": (False, _megatrons(False), lambda ddp: clip_grad_norm_(ddp.parameters(), 1.0)),
+    "clipped by value": (True, _megatrons(True), lambda ddp: clip_grad_value_(next(ddp.parameters()), 1.0)),
+    "clipping of other weights": (False, _megatrons(False), lambda _: clip_grad_norm_([_OTHER], 1.0)),
     "own, of main_grad": (False, lambda ddp: ReadsMainGrad(ddp.parameters(), lr=1e-3), lambda _: None),
     "own, at rate 0": (False, lambda ddp: ReadsMainGrad(ddp.parameters(), lr=0.0), lambda _: None),
     "SGD's own": (False, lambda ddp: OwnSGD(ddp.parameters(), lr=1e-3), lambda _: None),
     "Megatron's": (False, _megatrons(False), lambda _: None),
     "Megatron's, in shards": (True, _megatrons(True), lambda _: None),
-    "of other weights": (False, lambda _: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), lambda _: None),
+    "of other weights": (False, lambda _: torch.optim.SGD([_OTHER]), lambda _: None),
 }
 
 
@@ -131,12 +144,21 @@ def test_torchs_optimizers_without_gradients_are_refused_at_their_first_step(fou
         assert said.startswith(f"{name.split()[0]} trained nothing: it reads `grad` of each weight") and not warned
 
 
+def test_clipping_of_no_gradients_is_refused(found: Any) -> None:
+    for name in ("clipped by norm", "clipped by value"):
+        said, warned = found[name]
+        assert said.startswith("torch.nn.utils clipped nothing: it reads `grad` of each weight") and not warned
+
+
+REFUSED = ("AdamW", "SGD of some", "own, of grad", "clipped by norm", "clipped by value")
+
+
 def test_an_optimizer_that_changes_no_weight_is_warned_of_once(found: Any) -> None:
     said, (warning,) = found["own, of grad"]
     assert said == "" and warning.startswith("ReadsGrad changed no weight in 8 steps")
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("AdamW", "SGD of some", "own, of grad")])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in REFUSED])
 def test_right_loops_hear_nothing(found: Any, name: str) -> None:
     assert found[name] == ("", [])
 
