@@ -7,11 +7,18 @@ plain functions below them are called. These are private, so pyproject.toml pins
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from distca.attention.kernel import TaskBatch
 from distca.plan.kinds import AttentionKind
+
+_ON_DISK = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""The variable by which users tell flash-attn-4 whether compiled kernels are kept on disk."""
+_LOCKED_S = 120
+"""Seconds that a process may wait for a compiled kernel which another one writes; flash-attn-4's own 15 s are too few
+where many processes share a busy machine. A process that waits longer fails."""
 
 
 class Flash4Kernel:
@@ -27,11 +34,10 @@ class Flash4Kernel:
     name = "flash4"
 
     def __init__(self, deterministic: bool = False) -> None:
-        # Kernels are compiled when they are first used, which takes about 20 s. Later starts find them on disk.
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+        from flash_attn.cute import cache_utils, interface
 
-        self._forward, self._backward = _flash_attn_fwd, _flash_attn_bwd
+        _keep_on_disk(cache_utils, interface)
+        self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
         self._deterministic = deterministic
 
     def forward(
@@ -83,6 +89,21 @@ class Flash4Kernel:
             deterministic=self._deterministic,
         )
         return dq, dk, dv
+
+
+def _keep_on_disk(cache_utils: Any, interface: Any) -> None:
+    """Lets later starts find compiled kernels on disk, since compiling takes about 20 s; unless the user chose.
+
+    flash-attn-4 reads its variable when it is imported. Megatron-Core 0.19 imports it, perhaps before this package is
+    imported, so the variable would be set too late. Its caches are replaced instead.
+    """
+    cache_utils.JITPersistentCache.LOCK_TIMEOUT_SECONDS = _LOCKED_S
+    if _ON_DISK in os.environ or cache_utils.CUTE_DSL_CACHE_ENABLED:
+        return
+    cache_utils.CUTE_DSL_CACHE_ENABLED = True
+    for name, function in vars(interface).items():
+        if isinstance(getattr(function, "compile_cache", None), cache_utils.JITCache):
+            function.compile_cache = cache_utils.get_jit_cache(name)
 
 
 def _rows_before(kind: AttentionKind) -> int | None:

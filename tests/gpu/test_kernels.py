@@ -53,3 +53,16 @@ def test_forward_and_backward(kernel, heads, groups, dim, case):
     assert relative_error(lse, lse_exact) < TOLERANCE
     for actual, expected in zip(gradients, gradients_exact, strict=True):
         assert relative_error(actual, expected) < TOLERANCE
+
+
+def test_compiled_kernels_are_kept_on_disk():
+    """Also with Megatron-Core, which imports flash-attn-4 first."""
+    pytest.importorskip("flash_attn.cute")
+    import megatron_patches.api  # noqa: F401
+    from distca.attention.flash4 import Flash4Kernel
+
+    Flash4Kernel()
+    from flash_attn.cute import cache_utils, interface
+
+    for function in (interface._flash_attn_fwd, interface._flash_attn_bwd):
+        assert isinstance(function.compile_cache, cache_utils.JITPersistentCache)
