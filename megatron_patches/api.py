@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import unwrap_model
 
+from distca.cluster.agreement import on_all_ranks
 from distca.data.batch import Document
 from distca.errors import SupportError
 from distca.plan import PlanOptions
@@ -70,7 +72,7 @@ from megatron_patches.support.trained_weights import (
 )
 from megatron_patches.te.choice import refuse_te_spec, use_te
 from megatron_patches.training.pipeline_schedule import run_ticks
-from megatron_patches.training.readiness import known_ids, made_ready, note_trained
+from megatron_patches.training.readiness import check_ready, known_ids, made_ready, note_trained
 from megatron_patches.training.training_step import (
     ForwardStep,
     log_probabilities_step,
@@ -111,15 +113,8 @@ class CAD:
 
     @with_keywords_of(CadArguments)
     def __init__(self, config: TransformerConfig, given: CadArguments) -> None:
-        check_version()
+        on_all_ranks(partial(_check, config, given))
         drop_log_lines()
-        given.check()
-        check_groups(config)
-        check_config(config)
-        check_types(config)
-        check_hybrid(config, given.hybrid_layer_pattern, given.model_options, given.disaggregate, given.offload)
-        check_model_options(given.model_options, config)
-        check_latent(config, given)
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -150,6 +145,7 @@ class CAD:
         self.folder = Path()
         self._ahead: AgreedSteps | None = None
         self._single_steps = 0
+        self._steps_begun: set[bool] = set()  # values of forward_only with which steps began since the last attach
         self._lengths = False
         self._vocabulary: int | None = None
         accumulate_weight_gradients_in_products()
@@ -236,17 +232,18 @@ class CAD:
         return block_spec(self.config, layer, options=options, disaggregate=self._given.disaggregate, te=self._te)
 
     def attach(self, model: Model) -> Model:
-        """Changes a model in place so that it runs steps of this CAD, and returns it.
+        """Changes a model in place so that it runs steps of this CAD, and returns it; all ranks call this together.
 
         Args:
             model: a GPTModel built with :meth:`block_spec`, or a HybridModel built with :meth:`hybrid_stack_spec`.
                 Subclasses are allowed.
 
         Raises:
-            SupportError: the model is of another class, attached already or not built with this CAD's configuration; or
-                a part of the model is not supported.
+            SupportError: the model is of another class, attached already or not built with this CAD's configuration; a
+                part of the model is not supported; or another rank refuses its model.
         """
-        check_attachable(model, self.config, self._given, self._kinds)
+        on_all_ranks(partial(check_attachable, model, self.config, self._given, self._kinds))
+        self._steps_begun.clear()
         change_model(model, self.config, self._given, self.pool)
         # Any attached model may run a step. So steps carry documents' lengths if any model's RoPE depends on them, and
         # token ids must be below the smallest vocabulary.
@@ -275,13 +272,17 @@ class CAD:
                 ranks froze different weights; or the bias of a frozen weight is trained, where Megatron computes no
                 gradient of the bias.
         """
-        check_attached(model)
-        check_unwrapped(model)
-        check_weights_before(model, self.config.params_dtype, self.device)
-        check_same_frozen(model)  # on all ranks; the next check may raise on some
-        check_trained_biases(model)
-        check_gradients(gradients, self.config.params_dtype)
-        check_fp8_weights(self.config, distributed_optimizer)
+
+        def check() -> None:
+            check_attached(model)
+            check_unwrapped(model)
+            check_weights_before(model, self.config.params_dtype, self.device)
+            check_gradients(gradients, self.config.params_dtype)
+            check_fp8_weights(self.config, distributed_optimizer)
+
+        on_all_ranks(check)
+        check_same_frozen(model)
+        on_all_ranks(partial(check_trained_biases, model))
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
         if self._stages > 1 and self._given.disaggregate:
             wrapped.config.no_sync_func = refuse_other_schedule
@@ -372,7 +373,11 @@ class CAD:
         # If a server without a model is lost during the step, the step runs again without this server.
         while True:
             step = self._with_present_servers(step)
-            counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
+            check = partial(check_ready, model, step, self.pool, self.options, forward_only=forward_only)
+            # Later steps leave this out, in which ranks would wait for each other.
+            check() if forward_only in self._steps_begun else on_all_ranks(check)
+            self._steps_begun.add(forward_only)
+            counted = made_ready(model, step, forward_step, forward_only=forward_only)
             put_back = None if self._remote is None else remember(unwrap_model(model))
             reports = self._run(step, counted, model, forward_only)
             if self._remote is None or put_back is None or self._remote.is_served():
@@ -475,3 +480,15 @@ class CAD:
         """
         loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
         return loads
+
+
+def _check(config: TransformerConfig, given: CadArguments) -> None:
+    """Checks a configuration and the arguments of :class:`CAD` on this rank alone."""
+    check_version()
+    given.check()
+    check_groups(config)
+    check_config(config)
+    check_types(config)
+    check_hybrid(config, given.hybrid_layer_pattern, given.model_options, given.disaggregate, given.offload)
+    check_model_options(given.model_options, config)
+    check_latent(config, given)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distca.cluster.timeout import TIMEOUT
-from distca.errors import DistcaError, PlanError
+from distca.errors import DistcaError, PlanError, SupportError
 
 T = TypeVar("T")
 
@@ -125,14 +125,16 @@ class Agreement:
 
     def _tell_failure(self, number: int, rank: int, failure: Exception | None) -> None:
         """Tells all ranks how ``rank`` failed in step ``number``; raises on the ranks that have not failed."""
-        said = str(failure)
-        if failure is not None and not isinstance(failure, DistcaError):
-            said = traceback.format_exception_only(failure)[-1].strip()
+        said = "" if failure is None else _as_sentence(failure)
         everyone = [said] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, said, group=self._group)
         if failure is None:
             time.sleep(_FIRST_WORD_S)
             raise PlanError(f"Rank {rank} could not plan step {number}: {everyone[rank]}")
+
+
+def _as_sentence(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, DistcaError) else traceback.format_exception_only(failure)[-1].strip()
 
 
 def _unlike_first(values: Sequence[Any]) -> str | None:
@@ -161,6 +163,28 @@ def first_objection(mine: str | None) -> str | None:
         if objection is not None:
             return f"on rank {rank}, {objection}" if rank else objection
     return None
+
+
+def on_all_ranks(check: Callable[[], T]) -> T:
+    """Returns what ``check`` returns on this rank, once it has returned on all ranks, which call this together.
+
+    So no rank goes on, and waits for one whose check raised an error. ``check`` itself must not wait for other ranks.
+
+    Raises:
+        Exception: what ``check`` raised on this rank.
+        SupportError: ``check`` raised an error on other ranks only. The message has that of the first of them.
+    """
+    try:
+        found, failure = check(), None
+    except Exception as error:
+        found, failure = None, error
+    everyone = of_ranks(None if failure is None else _as_sentence(failure))
+    if failure is not None:
+        raise failure
+    for rank, refusal in enumerate(everyone):
+        if refusal is not None:
+            raise SupportError(f"Rank {rank} refuses: {refusal}")
+    return cast("T", found)
 
 
 def of_ranks(mine: T) -> list[T]:

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
+from distca.cluster.agreement import first_objection
 from distca.errors import SupportError
 from distca.sizes.fp8_shapes import unfit_widths
 from megatron_patches.model.latent import is_latent
@@ -31,7 +32,8 @@ _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
 def use_te(linears: Linears, config: TransformerConfig, device: torch.device) -> bool:
     """Returns True if a model gets Transformer Engine's linear layers, and False if it gets Megatron's own ("local").
 
-    With ``linears`` "auto", a model gets Transformer Engine's layers if they can be used.
+    All ranks call this together, with the same ``linears`` and ``config``, and get the same answer. With ``linears``
+    "auto", a model gets Transformer Engine's layers if they can be used on all ranks.
 
     Raises:
         SupportError: ``linears`` is "te" or the model has FP8, but Transformer Engine's layers cannot be used; or FP8
@@ -49,7 +51,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
                 "`linears` to auto or te, or leave `fp8` out."
             )
         return False
-    reason = why_not_te(device, config.params_dtype)
+    reason = first_objection(why_not_te(device, config.params_dtype))
     if reason and (linears == "te" or fp8 != "none"):
         if fp8 == "none":
             raise SupportError(f"`linears` is te, but {reason}: set `linears` to auto.")
@@ -106,7 +108,7 @@ def why_not_fp8(device: torch.device, blockwise: bool) -> str | None:
 
 def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
     fp8 = fp8_of(config)
-    if reason := why_not_fp8(device, fp8 == "blockwise"):
+    if reason := first_objection(why_not_fp8(device, fp8 == "blockwise")):
         raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")
     if config.fp8_param and config.use_cpu_initialization:
         raise SupportError(

@@ -1,4 +1,4 @@
-"""Prepares a model for a step: ``distca.CAD``, the object that a training script makes, calls :func:`made_ready`."""
+"""Checks and prepares a model for a step, for ``distca.CAD``, the object that a training script makes."""
 
 from __future__ import annotations
 
@@ -36,22 +36,11 @@ _RUN_BY = {
 """The planner's options that must be equal in a step's plan and in the model's CAD, with names for messages."""
 
 
-def made_ready(
-    model: Any,
-    step: Step,
-    forward_step: ForwardStep,
-    pool: AttentionPool,
-    options: PlanOptions,
-    *,
-    forward_only: bool,
-) -> ForwardStep:
-    """Checks that a model can run a step; unless ``forward_only``, sets gradients to zero. All ranks must call this.
+def check_ready(model: Any, step: Step, pool: AttentionPool, options: PlanOptions, *, forward_only: bool) -> None:
+    """Checks on this rank alone that a model can run a step.
 
     Args:
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
-
-    Returns:
-        A function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Raises:
         SupportError: ``step`` is no Step; torch.autocast or, for training, torch.inference_mode is on; the model was
@@ -70,6 +59,18 @@ def made_ready(
     check_no_autocast(step.batches[0].tokens.device)
     if not forward_only:
         check_trained_weights(model)
+
+
+def made_ready(model: Any, step: Step, forward_step: ForwardStep, *, forward_only: bool) -> ForwardStep:
+    """Prepares a checked model for a step; unless ``forward_only``, sets gradients to zero. All ranks must call this.
+
+    Returns:
+        A function that calls ``forward_step`` and checks what ``forward_step`` returns.
+
+    Raises:
+        SupportError: weights differ between data-parallel ranks.
+    """
+    if not forward_only:
         _check_replicas(model)
         _zero_gradients(model)
     # Several models may share a configuration, so every step sets no_sync_func for the model that it runs.

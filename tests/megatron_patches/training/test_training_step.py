@@ -165,6 +165,7 @@ def _ready(**case):
 
 def _host_reads(recompute):
     ready = _ready(micro_batches=MICRO_BATCHES, recompute=recompute)
+    _loss_and_tokens(*ready)  # before their first step ranks tell each other whether they refuse it
     with _HostReads() as reads:
         _loss_and_tokens(*ready)
     with reads:
