@@ -41,14 +41,20 @@ def note_gradients(model: DistributedDataParallel) -> None:
     """Notes that a model had a backward pass. From now on, what reads gradients of its weights is checked."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
-        _check_clipping(clip_grad.clip_grad_value_)
-        _check_clipping(clip_grad._clip_grads_with_norm_)  # clip_grad_norm_ calls it
+        for name in ("clip_grad_value_", "_clip_grads_with_norm_"):  # clip_grad_norm_ calls the second
+            _check_clipping(getattr(clip_grad, name, None))
     _trained.add(model)
 
 
 def _check_clipping(function: Any) -> None:
-    """Makes a function of torch for clipping refuse weights without ``grad``, under all names that scripts gave it."""
-    (inner,) = function.__closure__  # what a function calls under torch.no_grad
+    """Makes a function of torch for clipping refuse weights without ``grad``, under all names that scripts gave it.
+
+    In torch 2.13 it calls one inner function under torch.no_grad. One that is made otherwise is left alone.
+    """
+    closure = getattr(function, "__closure__", None) or ()
+    if len(closure) != 1 or not callable(closure[0].cell_contents):
+        return
+    inner = closure[0]
     clip: Callable[..., Any] = inner.cell_contents
 
     @wraps(clip)
