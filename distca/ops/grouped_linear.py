@@ -35,12 +35,10 @@ class Groups:
     Attributes:
         rows: number of rows of each expert, on the host.
         ends_E: int32 one past the last row of each expert, on the rows' device.
-        last_first: whether the experts are in reverse order. ``megatron_patches/experts/grouped.py`` has the reason.
     """
 
     rows: list[int]
     ends_E: torch.Tensor
-    last_first: bool = False
 
 
 def grouped_linear(

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from distca.device.host_to_device import to_device
 from distca.device.to_host import Question
 from megatron_patches.experts.dispatch import Dispatch
+from megatron_patches.experts.grouped import FoundExperts
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
@@ -66,7 +67,7 @@ class MicroBatchBalance:
     ) -> None:
         self._config, self.training, self._peers = config, training, peers
         self._index = {number: index for index, number in enumerate(layers)}
-        self.document_of = documents_N.split(list(nano_rows))
+        self.document_of, self._is_real = (each.split(list(nano_rows)) for each in (documents_N, documents_N >= 0))
         experts, device = config.num_moe_experts, documents_N.device
         assert experts is not None
         self.per_document = coefficient(config, "seq_aux_loss") > 0
@@ -77,6 +78,7 @@ class MicroBatchBalance:
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
         self._counting = True
         self._dispatches: dict[tuple[int, int], Dispatch] = {}
+        self._experts: dict[int, FoundExperts] = {}
 
     @classmethod
     def of(
@@ -98,7 +100,7 @@ class MicroBatchBalance:
         return cls(config, layers, mine, rows, documents, torch.is_grad_enabled(), _rows_of_peers(rows, mine.device))
 
     def nano_batch(self, number: int) -> NanoBatch:
-        return NanoBatch(self, number, self.document_of[number])
+        return NanoBatch(self, number, self.document_of[number], self._is_real[number])
 
     def rows_of_peers(self, nano_batch: NanoBatch) -> list[int]:
         if self._peers is None:
@@ -114,8 +116,14 @@ class MicroBatchBalance:
             self._dispatches[layer, nano_batch.number] = make()
         return self._dispatches[layer, nano_batch.number]
 
+    def experts(self, layer: int, look: Callable[[], FoundExperts]) -> FoundExperts:
+        """Returns ``look()`` for a layer's first nano-batch, and the same result later, in backward too."""
+        if layer not in self._experts:
+            self._experts[layer] = look()
+        return self._experts[layer]
+
     def count(
-        self, layer: int, nano_batch: NanoBatch, best_NE: torch.Tensor, chosen_NE: torch.Tensor, entropy_N: Any
+        self, layer: int, nano_batch: NanoBatch, best_NE: torch.Tensor, chosen_NE: torch.Tensor, scores_NE: torch.Tensor
     ) -> None:
         """Adds a nano-batch's rows to the counts of a layer; does nothing in backward and in evaluation.
 
@@ -123,19 +131,20 @@ class MicroBatchBalance:
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
             chosen_NE: bool, true for the experts to which a row is sent. It is ``best_NE`` itself, unless router biases
                 or groups of experts may make them other experts.
-            entropy_N: entropy of each row's scores, in nats.
+            scores_NE: the scores. The sum of a row's scores is 1.
         """
         if not (self._counting and self.training):
             return
         index, real = self._index[layer], nano_batch.real_N[:, None]
-        best = (best_NE & real).float()
-        chosen = best if chosen_NE is best_NE else chosen_NE & real
+        best, same = (best_NE & real).float(), chosen_NE is best_NE
+        load_E = (best if same else chosen_NE & real).sum(0)
+        self._load[index] += load_E
         if self.per_document:
             self._best[index].index_add_(0, nano_batch.document_N.clamp(min=0), best)
         else:
-            self._best[index, 0] += best.sum(0)
-        self._load[index] += chosen.sum(0)
-        self._entropy[index] += (entropy_N * nano_batch.real_N).sum()
+            self._best[index, 0] += load_E if same else best.sum(0)
+        negative_entropy_N = torch.special.xlogy(scores_NE, scores_NE).sum(-1)
+        self._entropy[index] -= (negative_entropy_N * nano_batch.real_N).sum()
 
     def finish(self) -> None:
         """Adds up the counts of all ranks of the pipeline stage, which call this method together."""
@@ -178,15 +187,14 @@ def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None
 
 @dataclass(frozen=True)
 class NanoBatch:
-    """The rows of one nano-batch on this rank; ``document_N`` is as ``documents_N`` in :class:`MicroBatchBalance`."""
+    """The rows of one nano-batch on this rank; ``document_N`` is as ``documents_N`` in :class:`MicroBatchBalance`.
+
+    ``real_N`` is bool, false for padding."""
 
     balance: MicroBatchBalance
     number: int
     document_N: torch.Tensor
-
-    @property
-    def real_N(self) -> torch.Tensor:
-        return self.document_N >= 0
+    real_N: torch.Tensor
 
 
 @dataclass(frozen=True)

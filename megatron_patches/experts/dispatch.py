@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -47,9 +48,7 @@ class Dispatch:
         group: the expert-parallel ranks. Rank 0 has the first E / G experts, rank 1 the next, and so on.
         question: a copy to the host of [G, E] numbers of rows that each rank has for each expert. With ``goes_NG`` it
             is [G, E + G]: numbers of rows that each rank sends to each rank follow.
-        counts_GE: the [G, E] numbers, on the device.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
-        last_first: whether this rank computes its experts in reverse order (``grouped.py`` has the reason).
     """
 
     def __init__(
@@ -58,15 +57,11 @@ class Dispatch:
         experts: int,
         group: dist.ProcessGroup,
         question: Question,
-        counts_GE: torch.Tensor,
         rows_G: Sequence[int],
         goes_NG: torch.Tensor | None,
-        last_first: bool,
     ) -> None:
-        self._last_first = last_first
-        self.group, self.expert_NK, self._question, self._counts_GE = group, expert_NK, question, counts_GE
+        self.group, self.expert_NK, self._question, self._experts = group, expert_NK, question, experts
         self._ranks, self._me = group.size(), dist.get_rank(group)
-        self._experts_here = experts // self._ranks
         self._pairs: _Pairs | None = None
         self._sent_row_S: torch.Tensor | None = None
         self._place_NG: torch.Tensor | None = None  # where each row's result from each rank is; None with one rank
@@ -74,22 +69,14 @@ class Dispatch:
             rows = len(expert_NK)
             self.sent, self.received = [rows] * self._ranks, list(rows_G)
             if self._ranks > 1:
-                places = torch.arange(self._ranks * rows, device=expert_NK.device)
-                self._place_NG = places.view(self._ranks, rows).T.contiguous()
+                self._place_NG = _places_of_all(rows, self._ranks, expert_NK.device)
             return
         answer = question.read()
         self.sent, self.received = answer[self._me, experts:].tolist(), answer[:, experts + self._me].tolist()
         self._sent_row_S, self._place_NG = _places(goes_NG, sum(self.sent))
 
     @classmethod
-    def of(
-        cls,
-        chosen_NE: torch.Tensor,
-        topk: int,
-        group: dist.ProcessGroup,
-        rows_G: Sequence[int],
-        last_first: bool = False,
-    ) -> Dispatch:
+    def of(cls, chosen_NE: torch.Tensor, topk: int, group: dist.ProcessGroup, rows_G: Sequence[int]) -> Dispatch:
         """Counts rows, and returns the indices. All ranks of the group must call this method together.
 
         ``chosen_NE`` is bool: true for the K = ``topk`` experts of each row.
@@ -102,10 +89,9 @@ class Dispatch:
             counts = torch.cat((counts, goes_NG.sum(0)))
         gathered = counts.new_empty(ranks * len(counts))
         dist.all_gather_into_tensor(gathered, counts, group=group)
-        counts_G = gathered.view(ranks, -1)
-        question = asked(counts_G)
+        question = asked(gathered.view(ranks, -1))
         numbers = expert_numbers(chosen_NE.contiguous(), topk)
-        return cls(numbers, experts, group, question, counts_G[:, :experts], rows_G, goes_NG, last_first)
+        return cls(numbers, experts, group, question, rows_G, goes_NG)
 
     @property
     def goes_everywhere(self) -> bool:
@@ -126,20 +112,22 @@ class Dispatch:
     def has_arrived(self) -> bool:
         return self._pairs is not None
 
-    def arrive(self, expert_RK: torch.Tensor) -> None:
-        """Sorts the arrived rows by expert; ``expert_RK`` are their experts' int32 numbers, from 0 to E - 1."""
-        here = self._experts_here
+    def arrive(self, expert_RK: torch.Tensor, last_first: bool = False) -> None:
+        """Sorts the arrived rows by expert.
+
+        Args:
+            expert_RK: int32 numbers of their experts, from 0 to E - 1.
+            last_first: whether pairs of this rank's last expert come first (``grouped.py`` has the reason).
+        """
+        here = self._experts // self._ranks
         own = slice(self._me * here, (self._me + 1) * here)
-        rows, counts_E = self._question.read()[:, own].sum(0).tolist(), self._counts_GE[:, own].sum(0)
-        number = expert_RK.flatten() - own.start
-        is_own = (number >= 0) & (number < here)
-        if self._last_first:
-            rows, counts_E, number = rows[::-1], counts_E.flip(0), here - 1 - number
-        groups = Groups(rows, counts_E.cumsum(0).int(), self._last_first)
-        # Pairs are sorted by expert. Other ranks' experts get the number "here", so they come last and are cut off.
-        number = torch.where(is_own, number, here)
-        slot_P = number.sort(stable=True).indices[: sum(rows)]
-        pair = torch.full_like(number, len(slot_P), dtype=torch.int64)
+        rows: list[int] = self._question.read()[:, own].sum(0).tolist()
+        rows = rows[::-1] if last_first else rows
+        place_E, places = _places_of_experts(self._experts, own.start, here, last_first, expert_RK.device)
+        place, slot = place_E.index_select(0, expert_RK.flatten()).sort(stable=True)
+        groups = Groups(rows, torch.searchsorted(place, places, right=True, out_int32=True))
+        slot_P = slot[: sum(rows)]  # without other ranks' experts, which come last
+        pair = torch.full_like(slot, len(slot_P))
         pair.scatter_(0, slot_P, torch.arange(len(slot_P), device=pair.device))
         self._pairs = _Pairs(slot_P // expert_RK.shape[1], slot_P, pair.view_as(expert_RK), groups)
 
@@ -173,6 +161,29 @@ class Dispatch:
 def asked(counts: torch.Tensor) -> Question:
     """Begins to copy counts to the host. Tests replace this function."""
     return Question(counts)
+
+
+@cache
+def _places_of_experts(
+    experts: int, first: int, here: int, last_first: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns [E] each expert's place in the order in which this rank computes experts, and [here] all places.
+
+    The rank has ``here`` experts from number ``first`` on, with places from 0 to here - 1. With ``last_first`` its last
+    expert has place 0. Other ranks' experts have place ``here``. Example: with experts 2 and 3 of four here, places are
+    2, 2, 0, 1, or 2, 2, 1, 0 with ``last_first``.
+    """
+    narrow = torch.uint8 if here < 256 else torch.int32  # a sort takes as many passes as a number has bytes
+    places = torch.arange(here, device=device)
+    place_E = torch.full((experts,), here, device=device)
+    place_E[first : first + here] = places.flip(0) if last_first else places
+    return place_E.to(narrow), places.to(narrow)
+
+
+@lru_cache(maxsize=2)  # the two parts of a micro-batch have other numbers of rows
+def _places_of_all(rows: int, ranks: int, device: torch.device) -> torch.Tensor:
+    """Returns [N, G] where each row's result from each rank is, if all rows are sent to all ranks."""
+    return torch.arange(ranks * rows, device=device).view(ranks, rows).T.contiguous()
 
 
 def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tensor]:

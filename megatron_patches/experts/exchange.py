@@ -48,9 +48,11 @@ class Exchange:
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
 
-    def join_rows(self, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits for the rows; returns rows_PH and probs_P of this rank's pairs, sorted by expert."""
-        joined: tuple[torch.Tensor, torch.Tensor] = _JoinRows.apply(token, self)
+    def join_rows(self, token: torch.Tensor, last_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Waits for the rows; returns rows_PH and probs_P of this rank's pairs, sorted by expert.
+
+        With ``last_first`` pairs of this rank's last expert come first."""
+        joined: tuple[torch.Tensor, torch.Tensor] = _JoinRows.apply(token, self, last_first)
         return joined
 
     def launch_outputs(self, output_PH: torch.Tensor) -> torch.Tensor:
@@ -159,21 +161,23 @@ class _LaunchRows(torch.autograd.Function):
 
 class _JoinRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, token: torch.Tensor, exchange: Exchange, last_first: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.exchange, way = exchange, exchange.dispatch
         rows_RH, probs_RK, *expert_RK = exchange.finish()
-        if expert_RK:
-            way.arrive(*expert_RK)
+        for each in expert_RK:
+            way.arrive(each, last_first)
         rows_PH = way.by_expert(rows_RH)
         exchange.remember(rows_PH)
         return rows_PH, way.factors(probs_RK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_PH: torch.Tensor, d_probs_P: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_PH: torch.Tensor, d_probs_P: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         way = ctx.exchange.dispatch
         ctx.exchange.start((way.by_row(d_PH.contiguous()), way.factors_by_row(d_probs_P)), to_experts=False)
-        return graph_token(d_PH.device), None
+        return graph_token(d_PH.device), None, None
 
 
 class _LaunchOutputs(torch.autograd.Function):

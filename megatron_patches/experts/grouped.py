@@ -9,6 +9,7 @@ Shape suffixes: P pairs, sorted by expert; H hidden; F columns of an expert's fi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,49 +23,55 @@ from megatron_patches.model.added_to_forward import added_to_forward
 from megatron_patches.patches.fused_ops import gate_of
 
 
-def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class FoundExperts:
+    """A layer's experts on this rank, and how they are computed.
+
+    Attributes:
+        module: Megatron's experts.
+        pairs: the first and the second linear layer of each expert, in the order of the pairs of row and expert. None
+            if Megatron's loop must run, because grouped products would compute something else. An example is a linear
+            layer with hooks or a forward of its own.
+        last_first: whether the last expert's pairs come first. Megatron's DDP with a distributed optimizer lays weights
+            in memory in reverse order. A grouped product would copy all weights if its pairs were sorted in another
+            order of experts than the weights lie.
+    """
+
+    module: SequentialMLP
+    pairs: Sequence[tuple[Any, Any]] | None
+    last_first: bool
+
+    @classmethod
+    def of(cls, module: SequentialMLP) -> FoundExperts:
+        """Looks at each expert. That takes the host long, so callers keep the result for a micro-batch."""
+        pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in module.local_experts]
+        bare = all(_is_bare(first) and _is_bare(second) for first, second in pairs)
+        if not bare or module.config.activation_func_fp8_input_store:
+            return cls(module, None, False)
+        backwards = pairs[::-1]
+        if all(lie_evenly([linear.weight for linear in each]) for each in zip(*backwards, strict=True)):
+            return cls(module, backwards, True)
+        return cls(module, pairs, False)
+
+
+def computed(experts: FoundExperts, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
-    Megatron's loop runs instead if grouped products would compute something else, for example if a linear layer has
-    hooks or a forward of its own.
-    ``groups`` has the number of pairs of each expert.
+    ``groups`` has the number of pairs of each expert, in the order that ``experts.last_first`` says.
     """
-    pairs = _linears(experts)
-    if not _come_at_once(experts, pairs):
-        assert not groups.last_first, "an expert got a hook, or another linear layer, after its rows were sorted"
-        output: torch.Tensor = experts(rows_PH, torch.tensor(groups.rows), probs_P)[0]
+    pairs, config = experts.pairs, experts.module.config
+    if pairs is None:
+        output: torch.Tensor = experts.module(rows_PH, torch.tensor(groups.rows), probs_P)[0]
         return output
-    pairs = pairs[::-1] if groups.last_first else pairs
-    fused = bool(experts.config.gradient_accumulation_fusion)
+    fused = bool(config.gradient_accumulation_fusion)
     inner = grouped_linear(rows_PH, [first.weight for first, _ in pairs], groups, fused)
     if pairs[0][0].bias is not None:
         inner = add_biases(inner, [first.bias for first, _ in pairs], groups)
-    activated = _activated(experts.config, inner, probs_P)
+    activated = _activated(config, inner, probs_P)
     output = grouped_linear(activated, [second.weight for _, second in pairs], groups, fused)
     if pairs[0][1].bias is not None:
         output = add_biases(output, [second.bias for _, second in pairs], groups, probs_P)
     return output
-
-
-def lie_last_first(experts: SequentialMLP) -> bool:
-    """Whether the experts' weights lie in memory in reverse order, at equal distances.
-
-    Megatron's DDP with a distributed optimizer lays them so. A grouped product would copy all weights if its pairs were
-    sorted in another order of experts than the weights lie.
-    """
-    pairs = _linears(experts)
-    if not _come_at_once(experts, pairs):
-        return False
-    return all(lie_evenly([linear.weight for linear in reversed(each)]) for each in zip(*pairs, strict=True))
-
-
-def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
-    return [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
-
-
-def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    bare = all(_is_bare(first) and _is_bare(second) for first, second in pairs)
-    return bare and not experts.config.activation_func_fp8_input_store
 
 
 def _is_bare(linear: Any) -> bool:

@@ -25,7 +25,7 @@ from distca.ops.router_linear import is_faster, router_linear
 from megatron_patches.experts.balance import NanoBatch, balanced, coefficient, with_loss
 from megatron_patches.experts.dispatch import Dispatch
 from megatron_patches.experts.exchange import Exchange
-from megatron_patches.experts.grouped import computed, lie_last_first
+from megatron_patches.experts.grouped import FoundExperts, computed
 
 Parts = Generator[None, None, torch.Tensor]
 """A generator that returns a tensor. It yields twice: while rows travel to experts, and while outputs travel back."""
@@ -48,12 +48,13 @@ class BalancedRouter(TopKRouter):
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, nano_batch: NanoBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the experts of each row of ``hidden`` ([rows, 1, hidden]), and counts the rows of each expert.
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+        """Chooses the experts of each row of ``hidden``, [rows, 1, hidden].
 
         Returns:
-            [rows, experts] probabilities, 0 for experts that were not chosen; and [rows, experts] bool, true for chosen
-            experts.
+            [rows, experts] probabilities, 0 for experts that were not chosen; [rows, experts] bool, true for chosen
+            experts; and a function that counts the rows of each expert. Callers launch transfers first, as those do
+            not wait for counts.
         """
         self._maintain_float32_expert_bias()
         config = self.config
@@ -74,15 +75,13 @@ class BalancedRouter(TopKRouter):
         )
         best, scores = self._scored(logits, chosen)
         assert self.layer_number is not None
-        with torch.no_grad():
-            entropy = -torch.special.xlogy(scores, scores).sum(-1)
-            nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
-            # With recomputation the router runs twice. ``graded`` is False in the first run, so rows are added once.
-            if graded and self.enable_expert_bias:
-                self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
+        count = partial(nano_batch.balance.count, self.layer_number, nano_batch, best, chosen, scores.detach())
+        # With recomputation the router runs twice. ``graded`` is False in the first run, so rows are added once.
+        if graded and self.enable_expert_bias:
+            self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
             probs = balanced(probs, scores, nano_batch, self.layer_number)
-        return probs, chosen
+        return probs, chosen, count
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Returns [..., experts] logits of ``input``, [..., hidden]."""
@@ -109,36 +108,43 @@ class NanoBatchExperts(MoELayer):
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
         """:meth:`forward` as a generator that returns the sum alone."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
-        probs, dispatch = self._routed(hidden, nano_batch, again)
+        probs, dispatch, count = self._routed(hidden, nano_batch, again)
         exchange = Exchange(dispatch, again)
         launched = exchange.launch_rows(hidden.flatten(0, -2), probs)
+        count()
+        del count  # its tensors
         shared = None if self.shared_experts is None else _perhaps_again(again, self.shared_experts, hidden)
+        assert self.layer_number is not None
+        # The host looks while rows travel.
+        experts = nano_batch.balance.experts(self.layer_number, partial(FoundExperts.of, self.experts))
         yield
-        arrived = exchange.join_rows(launched)
-        compute = partial(computed, self.experts, dispatch.groups)
+        arrived = exchange.join_rows(launched, experts.last_first)
+        compute = partial(computed, experts, dispatch.groups)
         launched = exchange.launch_outputs(_perhaps_again(again, compute, *arrived))
         yield
         summed = exchange.join_outputs(launched).view_as(hidden)
         return summed if shared is None else summed + shared
 
-    def _routed(self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool) -> tuple[torch.Tensor, Dispatch]:
-        chosen: list[torch.Tensor] = []
+    def _routed(
+        self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool
+    ) -> tuple[torch.Tensor, Dispatch, Callable[[], None]]:
+        found: list[tuple[torch.Tensor, Callable[[], None]]] = []
 
         def route(hidden: torch.Tensor) -> torch.Tensor:
-            probs, chosen_NE = self.router(hidden, nano_batch)
-            chosen.append(chosen_NE)
+            probs, *rest = self.router(hidden, nano_batch)
+            found.append(tuple(rest))
             return probs
 
         probs = _perhaps_again(again, route, hidden)
+        chosen_NE, count = found[0]
+        found.clear()  # with ``again`` autograd keeps ``route``, and so this list, until backward
         assert self.layer_number is not None
 
         def make() -> Dispatch:
-            rows_G, last_first = nano_batch.balance.rows_of_peers(nano_batch), lie_last_first(self.experts)
-            return Dispatch.of(chosen[0], self.router.topk, self.ep_group, rows_G, last_first)
+            rows_G = nano_batch.balance.rows_of_peers(nano_batch)
+            return Dispatch.of(chosen_NE, self.router.topk, self.ep_group, rows_G)
 
-        dispatch = nano_batch.balance.dispatch(self.layer_number, nano_batch, make)
-        chosen.clear()  # with ``again`` autograd keeps ``route``, and so this list, until backward
-        return probs, dispatch
+        return probs, nano_batch.balance.dispatch(self.layer_number, nano_batch, make), count
 
 
 def last_of(parts: Parts) -> torch.Tensor:

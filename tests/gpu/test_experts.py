@@ -88,7 +88,7 @@ def _errors(kind: str) -> dict[str, list[dict[str, float]]]:
     from distca.parity import disaggregated, unmodified
     from distca.parity.experts import expert_case
     from distca.parity.suite import GPU_LENGTHS, GPU_SHAPE
-    from megatron_patches.experts.grouped import computed
+    from megatron_patches.experts.grouped import FoundExperts, computed
 
     device = torch.device(kind)
     case = expert_case("softmax behind the choice", micro_batches=GPU_LENGTHS, shape=GPU_SHAPE, ep=2)
@@ -107,7 +107,9 @@ def _errors(kind: str) -> dict[str, list[dict[str, float]]]:
         return output
 
     def at_once(x: torch.Tensor, probs: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        return computed(experts, Groups(rows, torch.tensor(rows).cumsum(0).int().to(device)), x, probs)
+        pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
+        groups = Groups(rows, torch.tensor(rows).cumsum(0).int().to(device))
+        return computed(FoundExperts(experts, pairs, last_first=False), groups, x, probs)
 
     ways = {"at once": at_once, "one after the other": by_turns}
     found = {

@@ -1,16 +1,19 @@
 """Rows that travel to the ranks of their experts and back, held against all experts on one rank."""
 
+from itertools import accumulate, product
+
 import torch
 import torch.distributed as dist
 
 from distca.testing.ranks import run_ranks
 
 EXPERTS, HIDDEN = 8, 6
-CASES = [(rows, topk) for rows in ((1, 33), (0, 4), (4, 0), (0, 0)) for topk in (1, 2, 4)]
-"""Each rank's rows, and the experts of a row: with four all rows go to both ranks."""
+CASES = list(product(((1, 33), (0, 4), (4, 0), (0, 0)), (1, 2, 4), (False, True)))
+"""Each rank's rows; the experts of a row, where with four all rows go to both ranks; whether a rank's last expert comes
+first."""
 
 
-def _off(rows_of, topk):
+def _off(rows_of, topk, last_first):
     """The largest error of outputs and gradients on this rank, in float64; and whether all rows go to all ranks."""
     from megatron_patches.experts.dispatch import Dispatch
     from megatron_patches.experts.exchange import Exchange
@@ -24,9 +27,11 @@ def _off(rows_of, topk):
 
     leaves = [each.clone().requires_grad_() for each in (hidden, probs)]
     exchange = Exchange(Dispatch.of(chosen, topk, dist.group.WORLD, rows_of))
-    rows, factors = exchange.join_rows(exchange.launch_rows(*leaves))
-    parts = rows.split(exchange.dispatch.groups.rows)
-    outputs = torch.cat([part @ weight for part, weight in zip(parts, weights[rank * here :], strict=False)])
+    rows, factors = exchange.join_rows(exchange.launch_rows(*leaves), last_first)
+    groups, own = exchange.dispatch.groups, weights[rank * here : (rank + 1) * here]
+    assert groups.ends_E.dtype == torch.int32 and groups.ends_E.tolist() == list(accumulate(groups.rows))
+    parts = zip(rows.split(groups.rows), own.flip(0) if last_first else own, strict=True)
+    outputs = torch.cat([part @ weight for part, weight in parts])
     found = exchange.join_outputs(exchange.launch_outputs(outputs * factors[:, None]))
     alone = [each.clone().requires_grad_() for each in (hidden, probs)]
     expected = torch.einsum("nh,ehk,ne->nk", alone[0], weights, alone[1] * chosen)

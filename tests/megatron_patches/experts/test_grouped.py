@@ -32,11 +32,11 @@ def _found(experts, rows, compute):
 
 def _both(experts, rows):
     """What is found all at once and one after the other."""
-    from megatron_patches.experts.grouped import Groups, computed
+    from megatron_patches.experts.grouped import FoundExperts, Groups, computed
 
     counts = torch.tensor(rows)
     groups = Groups(rows, counts.cumsum(0).int())
-    at_once = _found(experts, rows, lambda x, probs: computed(experts, groups, x, probs))
+    at_once = _found(experts, rows, lambda x, probs: computed(FoundExperts.of(experts), groups, x, probs))
     return at_once, _found(experts, rows, lambda x, probs: experts(x, counts, probs)[0])
 
 
@@ -70,25 +70,27 @@ def _as_ddp_lays_them_out(experts):
 
 def _last_first():
     """Outputs and gradients of experts in their order and in the reverse; copies of weights that were made."""
-    from megatron_patches.experts.grouped import Groups, computed, lie_last_first
+    from megatron_patches.experts.grouped import FoundExperts, Groups, computed
 
     on_cpu()
     experts, rows, copied = _experts(torch.float32), ROWS[0], []
     stack = torch.stack
 
-    def found(last_first):
-        order = rows[::-1] if last_first else rows
-        groups = Groups(order, torch.tensor(order).cumsum(0).int(), last_first)
-        turn = (lambda x: torch.cat(x.split(rows)[::-1])) if last_first else (lambda x: x)
-        back = (lambda x: torch.cat(x.split(order)[::-1])) if last_first else (lambda x: x)
-        return _found(experts, rows, lambda x, probs: back(computed(experts, groups, turn(x), turn(probs))))
+    def found():
+        looked = FoundExperts.of(experts)
+        order = rows[::-1] if looked.last_first else rows
+        groups = Groups(order, torch.tensor(order).cumsum(0).int())
+        turn = (lambda x: torch.cat(x.split(rows)[::-1])) if looked.last_first else (lambda x: x)
+        back = (lambda x: torch.cat(x.split(order)[::-1])) if looked.last_first else (lambda x: x)
+        out = _found(experts, rows, lambda x, probs: back(computed(looked, groups, turn(x), turn(probs))))
+        return looked.last_first, out
 
-    before, expected = lie_last_first(experts), found(False)
+    before, expected = found()
     _as_ddp_lays_them_out(experts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "stack", lambda *arguments: copied.append(1) or stack(*arguments))
-        reverse = found(True)
-    return before, lie_last_first(experts), len(copied), expected, reverse
+        after, reverse = found()
+    return before, after, len(copied), expected, reverse
 
 
 def test_weights_that_lie_last_first_are_one_operand_without_a_copy():

@@ -46,7 +46,8 @@ def test_the_chosen_experts_are_sorted_out_once_and_counted_as_megatron_counts(b
     router = _router(moe_router_pre_softmax=before)
     nano_batch, hidden = _nano_batch(router), torch.randn(ROWS, 1, HIDDEN)
     with Operations() as operations:
-        _, chosen = router(hidden, nano_batch)
+        _, chosen, count = router(hidden, nano_batch)
+        count()
     assert operations.count["topk"] == 1
     logits = hidden[:, 0] @ router.weight.t()
     best, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, TOPK, router.score_function)
