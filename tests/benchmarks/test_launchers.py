@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.throughput.launch import launch as launch_modes
+from distca.train.config.variables import Launcher
+from tests.train.launch.machine import launched
+
 ROOT = Path(__file__).parents[2]
 RUN_3D = ROOT / "benchmarks" / "example-3d-parallel" / "run3d.sh"
 RUN_4D = ROOT / "benchmarks" / "example-4d-parallel" / "run4d.sh"
@@ -45,6 +49,12 @@ def run(script, *arguments, **variables):
     )
 
 
+def launch(script, *arguments, **variables):
+    """What :func:`run` gives, from this process."""
+    launcher = {RUN_3D: Launcher.RUN_3D, RUN_4D: Launcher.RUN_4D}[script]
+    return launched(lambda: launch_modes(launcher, list(arguments)), environment(**variables), ROOT.parent)
+
+
 def copied(script, folder):
     """The script in a copy of what it needs, so that its logs go there."""
     sources = [*(ROOT / "distca").rglob("*.py"), *(ROOT / "benchmarks" / "throughput").glob("*.py")]
@@ -67,7 +77,7 @@ def quick_python(tmp_path_factory):
 
 
 def command(script, *arguments, **variables):
-    result = run(script, *arguments, **variables)
+    result = (launch if script in (RUN_3D, RUN_4D) else run)(script, *arguments, **variables)
     assert result.returncode == 0, result.stderr
     return shlex.split(result.stdout.splitlines()[-1])
 
@@ -112,7 +122,7 @@ def test_variables(variables, option, words):
 
 @pytest.mark.parametrize("script", [RUN_3D, RUN_4D])
 def test_modes_of_unmodified_megatron_have_starts_of_their_own(script):
-    result = run(script, MODE="distca megatron-te-p2p packed megatron-te", NAME="test")
+    result = launch(script, MODE="distca megatron-te-p2p packed megatron-te", NAME="test")
     assert result.returncode == 0, result.stderr
     starts = [shlex.split(line) for line in result.stdout.splitlines() if line.startswith("env ")]
     ranks = following(starts[1], "--modes")[0][len("megatron-te")]
@@ -126,7 +136,7 @@ def test_stages_belong_to_run4d():
     assert following(words, "--modes") == ["distca", "packed"]
     assert ("--parallel.pp", "2") in pairwise(words) and ("--train.micro_batches", "4") in pairwise(words)
     assert words[-2:] == ["--cad.tolerance", "0.02"]
-    assert "run4d.sh" in run(RUN_3D, PP_SIZE="2").stderr
+    assert "run4d.sh" in launch(RUN_3D, PP_SIZE="2").stderr
     assert "warning: MIXX" not in run(RUN_3D, MIXX="2").stderr, "short names are alike by chance"
     assert "warning: BATCHEZ is '2'" in run(RUN_3D, BATCHEZ="2").stderr
 
@@ -168,7 +178,7 @@ def test_stages_belong_to_run4d():
     ],
 )
 def test_mistakes_are_sentences(variables, said):
-    result = run(RUN_3D, **variables)
+    result = launch(RUN_3D, **variables)
     assert result.returncode == 2
     assert said in result.stderr and "next step:" in result.stderr
 
@@ -183,7 +193,7 @@ def test_settings_that_would_do_nothing_are_refused_together():
         (("--parallel.pp", "2"), "by parallel.pp.", "use benchmarks/example-4d-parallel/run4d.sh in place"),
         (("--optimizer.lr", "1"), "by optimizer.lr.", "leave out optimizer.lr."),
     ):
-        result = run(RUN_3D, *arguments)
+        result = launch(RUN_3D, *arguments)
         assert result.returncode == 2 and result.stdout == ""
         error, step = result.stderr.splitlines()
         assert named in error and instead in step
@@ -217,7 +227,7 @@ def test_slurm_jobs_get_their_cores_and_start_the_ranks_themselves(quick_python)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host1", "SLURM_GPUS_ON_NODE": "8", "GPUS_PER_NODE": ""}
     words = command(RUN_3D, SLURM_JOB_CPUS_PER_NODE="64(x2)", **job)
     assert {"--ntasks-per-node=8", "--cpus-per-task=8", "MASTER_ADDR=host1"} <= set(words)
-    twice = run(RUN_3D, SLURM_STEP_NUM_TASKS="8", **job)
+    twice = launch(RUN_3D, SLURM_STEP_NUM_TASKS="8", **job)
     assert twice.returncode == 2 and "use sbatch benchmarks/example-3d-parallel/run3d.sh" in twice.stderr
 
 

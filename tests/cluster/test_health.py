@@ -10,11 +10,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -33,6 +36,19 @@ from tests.testing.programs import PIDS, Program
 from tests.train.small_runs import ROOT, arguments, write_texts
 
 pytestmark = pytest.mark.slow
+
+Answers = dict[tuple[Any, ...], Future[list[Any]]]
+"""What ranks will have answered, by their function and its arguments."""
+
+
+@pytest.fixture(scope="module")
+def answers() -> Iterator[Answers]:
+    """Ranks that wait for most of their time, all at the same time."""
+    stores = {(_lose_the_store, server): 1 for server in (False, True)}
+    servers = {(_lose_a_server, space): 1 for space in (None, "another")}
+    runs = {(_lose_a_node,): 2, (_refuse_alike,): 2, **stores, **servers}
+    with ThreadPoolExecutor(len(runs)) as threads:
+        yield {what: threads.submit(run_ranks, ranks, *what) for what, ranks in runs.items()}
 
 
 def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
@@ -134,8 +150,10 @@ def _lose_a_server(space: str | None) -> list[tuple[int, list[str]]]:
         ("another", "No sign of life from Server 1 on there for 2 s, in starting: the process, its node or"),
     ],
 )
-def test_a_server_that_dies_ends_homes_only_before_the_pool_has_formed(space: str | None, words: str) -> None:
-    (((code,), (said,)), formed) = run_ranks(1, _lose_a_server, space)[0]
+def test_a_server_that_dies_ends_homes_only_before_the_pool_has_formed(
+    answers: Answers, space: str | None, words: str
+) -> None:
+    (((code,), (said,)), formed) = answers[_lose_a_server, space].result()[0]
     assert code == 1 and said.startswith(words) and formed == ([], [])
 
 
@@ -171,8 +189,8 @@ def _lose_a_node() -> tuple[str, float, int]:
     return said[0], time.monotonic() - lost, codes[0]
 
 
-def test_a_node_that_vanishes_is_named() -> None:
-    said, seconds, code = run_ranks(2, _lose_a_node)[0]
+def test_a_node_that_vanishes_is_named(answers: Answers) -> None:
+    said, seconds, code = answers[_lose_a_node,].result()[0]
     assert re.match("No sign of life from ranks 1 on .* in step 7: the node or its network is gone", said), said
     assert code == 1 and seconds < 60
     assert health._LOST_S + health._HEARD_S + 2 * board._BEAT_S < 60
@@ -207,8 +225,8 @@ def _lose_the_store(server: bool) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("who", ["rank 0", "server 0"])
-def test_a_store_that_answers_no_more_ends_who_asks_it(who: str) -> None:
-    ((said, code),) = run_ranks(1, _lose_the_store, who == "server 0")
+def test_a_store_that_answers_no_more_ends_who_asks_it(answers: Answers, who: str) -> None:
+    ((said, code),) = answers[_lose_the_store, who == "server 0"].result()
     assert f"has not answered {who} for" in said and "the node or its network is gone" in said and code == 1
 
 
@@ -266,7 +284,7 @@ def _refuse_alike() -> tuple[str, int]:
     return heard.getvalue(), codes[0]
 
 
-def test_what_all_ranks_refuse_is_said_once_and_by_the_first() -> None:
-    (first, code_1), (second, code_2) = run_ranks(2, _refuse_alike)
+def test_what_all_ranks_refuse_is_said_once_and_by_the_first(answers: Answers) -> None:
+    (first, code_1), (second, code_2) = answers[_refuse_alike,].result()
     assert first == "error: tp is 3; change it.\nnext step: change the setting that is named and start again.\n"
     assert (second, code_1, code_2) == ("", 2, 2)

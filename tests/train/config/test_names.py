@@ -24,21 +24,21 @@ def test_every_setting_exists() -> None:
 
 
 def test_lower_layers_name_no_setting() -> None:
-    prefixes = "|".join(sorted({name.split(".")[0] for name in known_settings() if "." in name}))
+    settings = set(known_settings())
+    prefixes = "|".join(sorted({name.split(".")[0] for name in settings if "." in name}))
+    named = re.compile(rf"\b(?:{prefixes})\.[a-z_]+")
     found = []
     for folder in ("distca", "megatron_patches"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.is_relative_to(ROOT / "distca" / "train") or path.is_relative_to(ROOT / "distca" / "commands"):
                 continue
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            source = path.read_text(encoding="utf-8")
+            if not named.search(source):
+                continue
             texts = [
-                node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                node.value
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
             ]
-            settings = set(known_settings())
-            found += [
-                f"{path.name}: {name}"
-                for text in texts
-                for name in re.findall(rf"\b(?:{prefixes})\.[a-z_]+", text)
-                if name in settings
-            ]
+            found += [f"{path.name}: {name}" for text in texts for name in named.findall(text) if name in settings]
     assert found == []

@@ -1,10 +1,19 @@
 """A machine for pretrain_llama.sh: stand-ins for srun, scontrol, nvidia-smi, nsys and torchrun on PATH, no network."""
 
+import io
+import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from distca.train.launch import pretrain, say
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "pretrain_llama.sh"
@@ -17,6 +26,20 @@ RECORDER = """#!/bin/bash
     env | grep -E '^(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|MASTER_|WORLD_SIZE)'
 } > "$RECORD"
 """
+
+
+def launched(launch: Callable[[], int], variables: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Launches in this process, as its scripts do in one of their own: quickly, and without words of other programs."""
+    out, error = io.StringIO(), io.StringIO()
+    with (
+        patch.dict(os.environ, variables, clear=True),
+        chdir(folder),
+        redirect_stdout(out),
+        redirect_stderr(error),
+        pytest.raises(SystemExit) as left,
+    ):
+        say.leave(launch)
+    return subprocess.CompletedProcess("launch", left.value.code, out.getvalue(), error.getvalue())
 
 
 class Machine:
@@ -74,8 +97,12 @@ class Machine:
             timeout=60,
         )
 
+    def launch(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """What :meth:`run` gives, by :func:`launched`."""
+        return launched(lambda: pretrain.launch(list(arguments)), self.variables | variables, self.folder)
+
     def dry(self, *arguments: str, **variables: str) -> list[str]:
-        result = self.run(*arguments, DRY_RUN="1", **variables)
+        result = self.launch(*arguments, DRY_RUN="1", **variables)
         assert result.returncode == 0, result.stderr
         assert not self.record.exists(), "a dry run started something"
         return shlex.split(result.stdout)

@@ -133,7 +133,7 @@ def test_servers_may_share_gpus(machine: Machine) -> None:
     at = command.index("distca.cluster.server_processes")
     assert "--nproc-per-node=2" in command and command[at + 1 : at + 5] == ["0", "4", "2", "2"]
     for variables in ({"SERVERS_PER_GPU": "2"}, {"SERVERS": "2", "SERVERS_PER_GPU": "2", "GPUS_PER_NODE": "0"}):
-        refused = machine.run(DRY_RUN="1", **variables)
+        refused = machine.launch(DRY_RUN="1", **variables)
         assert refused.returncode == 2 and "unset SERVERS_PER_GPU" in refused.stderr
 
 
@@ -186,7 +186,7 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
     ],
 )
 def test_mistakes_are_one_sentence(machine: Machine, variables: dict[str, str], said: str) -> None:
-    result = machine.run(**variables)
+    result = machine.launch(**variables)
     assert result.returncode == 2
     assert said in result.stderr
     assert result.stderr.startswith("error: ")
@@ -225,17 +225,17 @@ def test_help_is_shown_once(machine: Machine) -> None:
 
 
 def test_contradictions_with_slurm_and_arguments(machine: Machine) -> None:
-    result = machine.run("--train.steps=4", STEPS="3")
+    result = machine.launch("--train.steps=4", STEPS="3")
     assert (result.returncode, "STEPS and --train.steps are both given" in result.stderr) == (2, True)
-    result = machine.run(CAD="0", PING_PONG="1")
+    result = machine.launch(CAD="0", PING_PONG="1")
     assert (result.returncode, "PING_PONG is 1, but CAD is 0" in result.stderr) == (2, True)
     machine.slurm(2, 8)
-    result = machine.run(NNODES="4")
+    result = machine.launch(NNODES="4")
     assert (result.returncode, "NNODES is 4, but the Slurm job has 2 nodes." in result.stderr) == (2, True)
-    result = machine.run(NODE_RANK="1")
+    result = machine.launch(NODE_RANK="1")
     assert (result.returncode, "NODE_RANK is 1, but Slurm numbers the machines" in result.stderr) == (2, True)
-    result = machine.run(GPUS_PER_NODE="16")
+    result = machine.launch(GPUS_PER_NODE="16")
     assert (result.returncode, "but the Slurm job has 8 GPUs on a machine." in result.stderr) == (2, True)
     assert "--ntasks-per-node=4" in machine.dry(GPUS_PER_NODE="4")
-    result = machine.run(SLURM_STEP_NUM_TASKS="16")
+    result = machine.launch(SLURM_STEP_NUM_TASKS="16")
     assert (result.returncode, "it starts the ranks itself" in result.stderr) == (2, True)

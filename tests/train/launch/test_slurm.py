@@ -43,7 +43,7 @@ def test_slurm_gpu_count_with_a_type(machine: Machine) -> None:
 def test_slurm_gpus_of_the_whole_job(machine: Machine) -> None:
     machine.slurm(2, None, SLURM_GPUS="h100:8")
     assert "--ntasks-per-node=4" in machine.dry()
-    said = machine.run(SLURM_GPUS="7", DRY_RUN="1")
+    said = machine.launch(SLURM_GPUS="7", DRY_RUN="1")
     assert (said.returncode, "SLURM_GPUS is 7, which 2 nodes cannot share equally." in said.stderr) == (2, True)
 
 
@@ -75,7 +75,7 @@ def test_sbatch_runs_a_copy_from_another_folder(machine: Machine) -> None:
 @pytest.mark.parametrize(("variables", "said"), [({}, True), ({"GPUS_PER_NODE": "2"}, False)])
 def test_a_slurm_job_without_known_gpus_says_so(machine: Machine, variables: dict[str, str], said: bool) -> None:
     machine.slurm(1, None)
-    result = machine.run(DRY_RUN="1", **variables)
+    result = machine.launch(DRY_RUN="1", **variables)
     assert result.returncode == 0
     assert ("so ranks run on CPUs" in result.stderr and "set GPUS_PER_NODE" in result.stderr) == said
     assert ("--ntasks-per-node=4" in result.stdout) == said
@@ -94,7 +94,7 @@ def test_a_slurm_job_without_scontrol_is_a_sentence(machine: Machine) -> None:
     assert result.stderr.startswith("error: This is a Slurm job, but Slurm's scontrol is not on PATH.")
     assert len(result.stderr.splitlines()) == 2
     machine.tool("scontrol", "#!/bin/bash\nexit 1\n")
-    assert machine.run().stderr.startswith("error: scontrol does not name the job's machines.")
+    assert machine.launch().stderr.startswith("error: scontrol does not name the job's machines.")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_slurm_says_and_cannot_be_used_is_a_sentence(
     machine: Machine, variables: dict[str, str], said: str
 ) -> None:
     machine.slurm(1, None, **variables)
-    result = machine.run()
+    result = machine.launch()
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {said}")
     assert len(result.stderr.splitlines()) == 2
@@ -122,7 +122,7 @@ def test_what_slurm_says_and_cannot_be_used_is_a_sentence(
 def test_a_slurm_job_that_lists_no_machines_is_a_sentence(machine: Machine) -> None:
     machine.slurm(1, 2)
     del machine.variables["SLURM_JOB_NODELIST"]
-    result = machine.run()
+    result = machine.launch()
     assert result.returncode == 2
     assert result.stderr.startswith("error: This is a Slurm job, but SLURM_JOB_NODELIST does not name its machines.")
     assert len(result.stderr.splitlines()) == 2
@@ -140,16 +140,17 @@ def test_a_requeued_job_goes_on_with_what_it_saved(machine: Machine) -> None:
 
 def test_servers_are_a_step_of_their_own_on_the_last_nodes(machine: Machine) -> None:
     machine.slurm(3, 8)
-    said = machine.run(SERVERS="8", DRY_RUN="1")
+    said = machine.launch(SERVERS="8", DRY_RUN="1")
     assert said.returncode == 0, said.stderr
     homes, servers = map(shlex.split, said.stdout.splitlines())
     assert {"--nodes=2", "--ntasks=16", "--relative=0", "WORLD_SIZE=16", "POOL_NODES=3"} <= set(homes)
     assert {"--nodes=1", "--ntasks=8", "--relative=2", "MASTER_ADDR=host1", "POOL_NODES=3"} <= set(servers)
     assert has_pair(homes, "--cad.servers", "8")
-    refused = machine.run(SERVERS="4", DRY_RUN="1")
+    refused = machine.launch(SERVERS="4", DRY_RUN="1")
     assert refused.returncode == 2
     assert "SERVERS is 4, but of several machines servers without a model fill whole ones, of 8 each." in refused.stderr
-    homes, servers = map(shlex.split, machine.run(SERVERS="16", SERVERS_PER_GPU="2", DRY_RUN="1").stdout.splitlines())
+    shared = machine.launch(SERVERS="16", SERVERS_PER_GPU="2", DRY_RUN="1").stdout.splitlines()
+    homes, servers = map(shlex.split, shared)
     assert "--ntasks=16" in homes and {"--nodes=1", "--ntasks-per-node=16", "--relative=2"} <= set(servers)
 
 
@@ -168,15 +169,15 @@ def _server_and_gpu(machine: Machine, command: list[str], task: int) -> list[str
 
 def test_servers_take_the_last_gpus_of_one_node(machine: Machine) -> None:
     machine.slurm(1, 8)
-    homes, servers = map(shlex.split, machine.run(SERVERS="2", DRY_RUN="1").stdout.splitlines())
+    homes, servers = map(shlex.split, machine.launch(SERVERS="2", DRY_RUN="1").stdout.splitlines())
     assert {"--ntasks=6", "--overlap"} <= set(homes)
     assert {"--ntasks=2", "--overlap", "--kill-on-bad-exit=0"} <= set(servers) and "--kill-on-bad-exit=1" in homes
     assert _server_and_gpu(machine, servers, 1) == ["1", "7"]
-    shared = machine.run(SERVERS="3", SERVERS_PER_GPU="2", DRY_RUN="1").stdout.splitlines()
+    shared = machine.launch(SERVERS="3", SERVERS_PER_GPU="2", DRY_RUN="1").stdout.splitlines()
     homes, servers = map(shlex.split, shared)
     assert "--ntasks=6" in homes and "--ntasks=3" in servers
     assert [_server_and_gpu(machine, servers, each)[1] for each in range(3)] == ["6", "6", "7"]
-    refused = machine.run(SERVERS="8", DRY_RUN="1")
+    refused = machine.launch(SERVERS="8", DRY_RUN="1")
     assert (refused.returncode, "leave none for ranks with a model" in refused.stderr) == (2, True)
 
 
