@@ -40,7 +40,7 @@ class CadOptions:
         servers: number of servers without a model beside the ranks that train, for all tensor-parallel ranks together.
             Rows reach them by nccl or gloo. SERVERS of pretrain_llama.sh or `distca.serve` starts them.
         speeds: each server's speed relative to its cost table. Homes come first, stage by stage, then servers without a
-            model; empty where all are as their tables say. A server that comes later counts as 1.
+            model; empty where all are as their tables say. A later server has its number's speed, else 1.
             Plans divide it by the number of servers on its GPU.
         server_gb_s: GB/s over the network that plans expect of a server without a model, or of all on its GPU together;
             0 = 51, as for homes.

@@ -383,6 +383,7 @@ class CAD:
             if self._remote is None or put_back is None or self._remote.is_served():
                 break
             put_back()
+            self.pool.timeline.take_serves()  # the step is repeated, and its seconds count once
         if self._remote is not None:
             self._last = given, step
         if not forward_only:

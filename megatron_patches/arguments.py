@@ -161,7 +161,7 @@ class CadArguments(CadOptions):
             tp: the number of tensor-parallel ranks.
         """
         # ``speeds`` begins with ``homes`` numbers for the ranks with the model. Then it has one number for each ``tp``
-        # servers in a row. Servers that joined during the run have speed 1.
+        # servers in a row. Servers that joined during the run have the speed that their number began with, else 1.
         speeds = tuple(self.speeds)
         if speeds:
             of = dict(zip(at_first[::tp], speeds[homes:], strict=True))

@@ -148,6 +148,7 @@ class _Server:
         self._store, self._me, self._kernel, self._device, self._watch = store, me, kernel, device, watch
         self._planned: dict[int, Future[tuple[StepPlan, StepRoutes]]] = {}
         self._transport = BreakableTransport(goes_on=False)
+        self._timeline = Timeline(device)
 
     @property
     def _number(self) -> int:
@@ -177,7 +178,7 @@ class _Server:
             logger.warning("The pool did not form.", exc_info=True)
             return
         self._transport.use(group)
-        self._pool = AttentionPool(self._transport, self._kernel, Timeline(self._device, terms.layers), terms.backward)
+        self._pool = AttentionPool(self._transport, self._kernel, self._timeline, terms.backward)
         self._watch.begin(generation.number, self._transport)
         logger.info("Server %d of the pool serves core attention of %d homes.", self._number, options.homes)
 
@@ -207,6 +208,7 @@ class _Server:
         | run | serves a step |
         """
         served = 0
+        self._timeline = Timeline(self._device, generation.terms.layers)  # one for all generations
         self._join(generation)
         with ThreadPoolExecutor(1, "distca-plan", initializer=self._begin) as thread:
             while True:
@@ -242,8 +244,8 @@ class _Server:
         Raises:
             RuntimeError: this server itself failed.
         """
-        if zero is not None and not self._pool.timeline.recording:
-            self._pool.timeline.start_recording(zero)
+        if zero is not None and not self._timeline.recording:
+            self._timeline.start_recording(zero)
         try:
             serve_step(self._pool, self._layer, plan, routes, forward_only)
             if self._device.type in MAY_GO:
@@ -254,6 +256,7 @@ class _Server:
             logger.warning("Server %d lost another rank of the pool: %s", self._number, str(error).splitlines()[0])
             error.__traceback__ = None  # its frames would keep the group's connections open
             self._leave()
+            self._timeline.take_serves()  # the step is repeated, and its seconds count once
             return False
         return True
 
@@ -262,7 +265,7 @@ class _Server:
             torch.cuda.set_device(self._device)
 
     def _tell_served(self, step: int) -> None:
-        seconds = self._pool.timeline.take_serves()
+        seconds = self._timeline.take_serves()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -272,8 +275,7 @@ class _Server:
         self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
 
     def _tell_recorded(self, question: int) -> None:
-        spans = [] if self._transport.broken else self._pool.timeline.take(self._number)
-        self._store.put(f"timeline/{question}/{self._number}", spans)
+        self._store.put(f"timeline/{question}/{self._number}", self._timeline.take(self._number))
 
     def _plan(self, step: int, lengths: tuple[Any, ...]) -> tuple[StepPlan, StepRoutes]:
         try:

@@ -47,6 +47,12 @@ def test_settings_and_arguments_share_options_and_their_defaults() -> None:
     assert all(each.default is not MISSING for each in fields(CadOptions))
 
 
+def test_a_server_that_comes_later_has_the_speed_that_its_number_began_with() -> None:
+    given = CadArguments(tokens_per_rank=5, servers=4, speeds=(1.0, 0.5, 0.25, 2.0), ranks_per_node=2)
+    later = given.with_servers([2, 3, 4, 5], [0, 1, 2, 3], homes=2, tp=2)
+    assert later.speeds == (1.0, 0.5, 2.0, 1.0) and later.ranks_per_node == 2
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

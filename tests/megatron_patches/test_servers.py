@@ -155,10 +155,17 @@ def _ran(
     # The second step is planned before the first one runs, and both are of the same documents.
     first, second = (cad.plan_step(case_documents(case)) for _ in range(2))
     if case.servers:
+        cad.pool.timeline.start_recording()
         cad.forward_backward(first, summed_loss_step, ddp, forward_only=True)
+    calls = len(cad.pool.timeline.take_serves()["forward"])
     if repeated:
         cad._remote.is_served = partial(_lose_server, cad, cad._remote.is_served)
     reports = cad.forward_backward(second, summed_loss_step, ddp)
+    if case.servers:  # which a step that was repeated counts once, and a timeline as often as it ran
+        assert [len(each) for each in cad.pool.timeline.take_serves().values()] == [calls] * 2
+        names = [span["name"] for span in cad.server_timelines().get(0, ())]
+        forward = sum(name.startswith("serve") and "forward" in name for name in names)
+        assert dist.get_rank() or forward == calls * (2 + repeated)
     if case.servers:
         assert cad.as_run(cad.as_run(second)) is cad.as_run(second)
         for ask in (cad.as_run, cad.served):
