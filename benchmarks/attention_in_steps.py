@@ -33,6 +33,7 @@ FILES = {
     "throughput_2_gpus_peers_64k": "64K, traced",
     "baselines_2_gpus_64k_fp8": "64K, FP8",
     "baselines_4_gpus_128k": "128K, four GPUs",
+    "baselines_4_gpus_128k_traced": "128K, four GPUs, traced",
 }
 """The newest runs of the 8B shape on H200s, and what a page calls them: tokens for each GPU."""
 AGAIN = "profile_h200_again"

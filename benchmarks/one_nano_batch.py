@@ -9,8 +9,8 @@ from benchmarks.tables import MIXES, Figures, kept, rows
 FILES = {
     "throughput_2_gpus_peers_128k": "8B shape, 128K tokens for each GPU",
     "baselines_2_gpus_64k": "8B shape, 64K",
-    "experts_a3b_cut_2_gpus": "Qwen3-30B-A3B's width, EP 2, 64K",
-    "experts_a3b_cut_4_gpus": "Qwen3-30B-A3B's width, EP 4, 64K",
+    "experts_a3b_cut_2_gpus_nano_batches": "Qwen3-30B-A3B's width, EP 2, 64K",
+    "experts_a3b_cut_4_gpus_nano_batches": "Qwen3-30B-A3B's width, EP 4, 64K",
     "hybrid_qwen3.5_9b_cut_2_gpus": "Qwen3.5-9B's width, 128K",
 }
 """Runs of four layers over NVLink, and what a page calls them."""

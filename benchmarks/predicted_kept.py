@@ -24,7 +24,7 @@ from benchmarks.run_costs import GPUS
 from distca.errors import DistcaError
 from distca.versions import command_line, versions, write_report
 
-_THROUGHPUT = ("throughput_*", "baselines_*_gpus*", "kinds_*_gpus*", "kinds_*_two_nodes*")
+_THROUGHPUT = ("throughput_*", "baselines_*_gpus*", "kinds_*_gpus*", "kinds_*_two_nodes*", "dense_*_two_nodes")
 _FILES = (*_THROUGHPUT, "experts_*_gpus", "experts_*_two_nodes", "hybrid_*_cut_*", "pipeline_8b_8_layers_*")
 _BENCHMARK = re.compile(r"benchmarks[./](\w+)")
 

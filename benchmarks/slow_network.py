@@ -183,7 +183,7 @@ class Cores:
         were matrix products."""
         mode, measured = next(iter(self.cell["modes"].items()))
         gb_s = rate_of(self.content, mode)
-        nothing = dict.fromkeys(("optimizer_s", "parameter_s", "step_s", "phase_s", "expert_weight_s"), 0)
+        nothing = dict.fromkeys(("optimizer_s", "parameter_s", "step_s", "phase_s", "expert_layer_s"), 0)
         rates = Rates(1, 1, 0, 0, 0, copy_bytes_per_s=math.inf, **nothing)
         attention = sum(float(each.attention_s.sum()) for each in self._steps(mode, gb_s, rates))
         rates = replace(rates, attention_factor=float(np.sum(measured["attention_by_rank"]["measured_s"])) / attention)

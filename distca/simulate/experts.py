@@ -117,8 +117,7 @@ class ExpertLayers:
         seconds = mean * (each.experts_forward if direction == "forward" else each.experts_backward)
         copies = self._times(direction) * self._copies("experts", mean)
         self._compute_at_home(seconds + copies, "experts", layer, nano, direction)
-        weights = 2 * self._job.model.experts.count / self._job.ep
-        self._streams.stall(self._with_servers(np.where(rows > 0, weights * self._job.rates.expert_weight_s / 2, 0.0)))
+        self._streams.stall(self._with_servers(np.where(rows > 0, self._job.rates.expert_layer_s / 2, 0.0)))
 
     def _compute_at_home(self, seconds: np.ndarray, name: str, layer: int, nano: int, direction: str) -> None:
         self._streams.compute(self._with_servers(seconds), name, layer, nano, direction)

@@ -31,8 +31,8 @@ class Rates:
         parameter_s: seconds per parameter of the rank for clearing its gradient, scaling it and computing its norm.
         step_s: constant seconds of a step, in which the host works before the first kernel and after the last one.
         phase_s: constant seconds of one micro-batch's forward, or backward, on a pipeline stage.
-        expert_weight_s: seconds per weight of a GPU's experts in which the GPU waits for the host, for each layer and
-            nano-batch, forward and backward. The host launches the experts' products one by one.
+        expert_layer_s: seconds in which a GPU waits for the host in each layer with experts and nano-batch, forward and
+            backward together. The host learns how many rows each expert has before it launches their products.
     """
 
     linear_factor: float
@@ -45,7 +45,7 @@ class Rates:
     parameter_s: float
     step_s: float
     phase_s: float
-    expert_weight_s: float
+    expert_layer_s: float
 
 
 def load_rates(path: str | Path = RATES) -> Rates:

@@ -21,7 +21,7 @@ NOTHING_ELSE = Rates(
     parameter_s=0.0,
     step_s=0.0,
     phase_s=0.0,
-    expert_weight_s=0.0,
+    expert_layer_s=0.0,
 )
 """Matrix products, core attention and bytes are all that takes time."""
 
