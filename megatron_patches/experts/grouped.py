@@ -8,7 +8,6 @@ Shape suffixes: P pairs, sorted by expert; H hidden; F columns of an expert's fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,31 +26,40 @@ from megatron_patches.patches.fused_ops import gate_of
 class FoundExperts:
     """A layer's experts on this rank, and how they are computed.
 
+    Lists follow the order of experts in which pairs are sorted.
+
     Attributes:
         module: Megatron's experts.
-        pairs: the first and the second linear layer of each expert, in the order of the pairs of row and expert. None
-            if Megatron's loop must run, because grouped products would compute something else. An example is a linear
-            layer with hooks or a forward of its own.
+        weights: those of the first linear layers, and those of the second. None if Megatron's loop must run, because
+            grouped products would compute something else. An example is a linear layer with hooks or a forward of its
+            own.
+        biases: those of the first linear layers, and those of the second; None without biases.
         last_first: whether the last expert's pairs come first. Megatron's DDP with a distributed optimizer lays weights
             in memory in reverse order. A grouped product would copy all weights if its pairs were sorted in another
             order of experts than the weights lie.
     """
 
     module: SequentialMLP
-    pairs: Sequence[tuple[Any, Any]] | None
+    weights: tuple[list[Any], list[Any]] | None
+    biases: tuple[list[Any], list[Any]] | None
     last_first: bool
 
     @classmethod
     def of(cls, module: SequentialMLP) -> FoundExperts:
         """Looks at each expert. That takes the host long, so callers keep the result for a micro-batch."""
-        pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in module.local_experts]
-        bare = all(_is_bare(first) and _is_bare(second) for first, second in pairs)
-        if not bare or module.config.activation_func_fp8_input_store:
-            return cls(module, None, False)
-        backwards = pairs[::-1]
-        if all(lie_evenly([linear.weight for linear in each]) for each in zip(*backwards, strict=True)):
-            return cls(module, backwards, True)
-        return cls(module, pairs, False)
+        first: list[Any] = [expert.linear_fc1 for expert in module.local_experts]
+        second: list[Any] = [expert.linear_fc2 for expert in module.local_experts]
+        if not all(map(_is_bare, first + second)) or module.config.activation_func_fp8_input_store:
+            return cls(module, None, None, False)
+        weights = [linear.weight for linear in first], [linear.weight for linear in second]
+        biases = None
+        if first[0].bias is not None:
+            biases = [linear.bias for linear in first], [linear.bias for linear in second]
+        last_first = all(lie_evenly(each[::-1]) for each in weights)
+        if last_first:
+            for each in (*weights, *(biases or ())):
+                each.reverse()
+        return cls(module, weights, biases, last_first)
 
 
 def computed(experts: FoundExperts, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
@@ -59,18 +67,19 @@ def computed(experts: FoundExperts, groups: Groups, rows_PH: torch.Tensor, probs
 
     ``groups`` has the number of pairs of each expert, in the order that ``experts.last_first`` says.
     """
-    pairs, config = experts.pairs, experts.module.config
-    if pairs is None:
+    config = experts.module.config
+    if experts.weights is None:
         output: torch.Tensor = experts.module(rows_PH, torch.tensor(groups.rows), probs_P)[0]
         return output
+    first, second = experts.weights
     fused = bool(config.gradient_accumulation_fusion)
-    inner = grouped_linear(rows_PH, [first.weight for first, _ in pairs], groups, fused)
-    if pairs[0][0].bias is not None:
-        inner = add_biases(inner, [first.bias for first, _ in pairs], groups)
+    inner = grouped_linear(rows_PH, first, groups, fused)
+    if experts.biases is not None:
+        inner = add_biases(inner, experts.biases[0], groups)
     activated = _activated(config, inner, probs_P)
-    output = grouped_linear(activated, [second.weight for _, second in pairs], groups, fused)
-    if pairs[0][1].bias is not None:
-        output = add_biases(output, [second.bias for _, second in pairs], groups, probs_P)
+    output = grouped_linear(activated, second, groups, fused)
+    if experts.biases is not None:
+        output = add_biases(output, experts.biases[1], groups, probs_P)
     return output
 
 

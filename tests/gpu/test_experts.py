@@ -107,9 +107,10 @@ def _errors(kind: str) -> dict[str, list[dict[str, float]]]:
         return output
 
     def at_once(x: torch.Tensor, probs: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
+        first = [expert.linear_fc1.weight for expert in experts.local_experts]
+        second = [expert.linear_fc2.weight for expert in experts.local_experts]
         groups = Groups(rows, torch.tensor(rows).cumsum(0).int().to(device))
-        return computed(FoundExperts(experts, pairs, last_first=False), groups, x, probs)
+        return computed(FoundExperts(experts, (first, second), None, last_first=False), groups, x, probs)
 
     ways = {"at once": at_once, "one after the other": by_turns}
     found = {
