@@ -19,13 +19,16 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from distca.attention import TaskBatch
-from distca.device.host_to_device import Destination, uploading
+from distca.device.host_to_device import Destination, to_device, uploading
 from distca.plan import AttentionKind, Layout, Links, Plan, Route, Segments, StepPlan, route
 from distca.plan.phases import Phase
+from distca.plan.sorting import expand
 from distca.runtime.recurrent_routes import RecurrentRoutes
 from distca.transport import RowMoves
+from distca.transport.gather_scatter import move_rows
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,38 @@ class SharedRows:
             found[-1].places.append((source - found[-1].first, target, rows))
             end = max(end, source + rows)
         return found
+
+
+_MOST_COPIES = 3
+"""The most ranges of rows that are copied in a launch each. One launch copies more ranges, by the numbers of rows."""
+
+
+@dataclass(frozen=True)
+class RangeCopies:
+    """Copies of ranges of rows from one tensor to another.
+
+    Attributes:
+        ranges: for each range (first row of the source, first row of the target, number of rows).
+        rows: int64 numbers of all rows in the source and in the target, on the device; None for few ranges.
+    """
+
+    ranges: list[tuple[int, int, int]]
+    rows: tuple[torch.Tensor, torch.Tensor] | None
+
+    @staticmethod
+    def of(ranges: list[tuple[int, int, int]], device: Destination) -> RangeCopies:
+        if len(ranges) <= _MOST_COPIES:
+            return RangeCopies(ranges, None)
+        source, target, count = np.array(ranges, np.int64).T
+        return RangeCopies(ranges, (to_device(expand(source, count), device), to_device(expand(target, count), device)))
+
+    def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies rows; both tensors are contiguous."""
+        if self.rows is not None:
+            move_rows(source, self.rows[0], target, self.rows[1])
+            return
+        for begin, place, rows in self.ranges:
+            target[place : place + rows].copy_(source[begin : begin + rows])
 
 
 @dataclass(frozen=True)
@@ -99,6 +134,8 @@ class ServerRoute:
         kv_to_home: moves of dK and dV to homes. A home adds up the gradients that servers computed for a row.
         repeats: copies from this server's k,v buffer to the regions. Empty if the buffer itself serves as the regions.
         before: in pong, copies to the regions from the k,v buffer that this server has kept from ping.
+        copies: those of ``repeats`` and of ``before``.
+        copies_back: for each range of ``repeats``, the copy of its last task's rows from the regions to the k,v buffer.
         q_rows, kv_rows, region_rows: numbers of rows in the query buffer, in the k,v buffer, and in all regions.
     """
 
@@ -108,6 +145,8 @@ class ServerRoute:
     kv_to_home: RowMoves
     repeats: list[SharedRows]
     before: list[SharedRows]
+    copies: tuple[RangeCopies, RangeCopies]
+    copies_back: RangeCopies
     batches: tuple[KindBatch, ...]
     q_rows: int
     kv_rows: int
@@ -120,17 +159,29 @@ class ServerRoute:
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> ServerRoute:
         """Copies a route to ``device`` without blocking the host."""
+        repeats, before = SharedRows.of(route.kv.repeat), SharedRows.of(route.kv.before)
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
                 *RowMoves.in_hops(route.kv, route.relay, route.ranks, upload),
-                SharedRows.of(route.kv.repeat),
-                SharedRows.of(route.kv.before),
+                repeats,
+                before,
+                (RangeCopies.of(_copies_of(repeats), upload), RangeCopies.of(_copies_of(before), upload)),
+                RangeCopies.of([_last_copy_back(each) for each in repeats], upload),
                 KindBatch.of(route, kinds, upload),
                 route.q.destination_rows,
                 route.kv.destination_rows,
                 int(route.cu_kv[-1]),
             )
+
+
+def _copies_of(shared: Sequence[SharedRows]) -> list[tuple[int, int, int]]:
+    return [(each.first + offset, place, rows) for each in shared for offset, place, rows in each.places]
+
+
+def _last_copy_back(shared: SharedRows) -> tuple[int, int, int]:
+    offset, place, rows = shared.places[-1]
+    return place, shared.first + offset, rows
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route:
     ``route.repeats`` has the ranges of ``kv_U2GD``, and ``route.before`` those of ``before_V2GD``."""
     if not route.repeats:
         return kv_U2GD
-    kv_S2GD = kv_U2GD.new_empty(route.region_rows, *kv_U2GD.shape[1:])
-    _copy(kv_U2GD, kv_S2GD, route.repeats)
+    kv_S2GD, (copies, copies_of_before) = kv_U2GD.new_empty(route.region_rows, *kv_U2GD.shape[1:]), route.copies
+    copies.run(kv_U2GD, kv_S2GD)
     if route.before:
         assert before_V2GD is not None
-        _copy(before_V2GD, kv_S2GD, route.before)
+        copies_of_before.run(before_V2GD, kv_S2GD)
     return kv_S2GD
 
 
@@ -52,13 +52,6 @@ def together(k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> torch.Tensor:
     if k_SGD.shape == v_SGD.shape:
         return torch.stack((k_SGD, v_SGD), dim=1)
     return torch.cat((k_SGD, v_SGD), dim=-1)
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) -> None:
-    for each in shared:
-        for offset, place, rows in each.places:
-            begin = each.first + offset
-            target[place : place + rows].copy_(source[begin : begin + rows])
 
 
 Sums = dict[int, torch.Tensor]
@@ -79,10 +72,8 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
     dkv_U2GD = dkv_S2GD
     if route.repeats:
         dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])
+        route.copies_back.run(dkv_S2GD, dkv_U2GD)
         for each in route.repeats:
-            offset, place, rows = each.places[-1]
-            begin = each.first + offset
-            dkv_U2GD[begin : begin + rows].copy_(dkv_S2GD[place : place + rows])
             if len(each.places) > 1:
                 total = _sum(dkv_S2GD, each)
                 dkv_U2GD[each.first : each.first + len(total)] = total.to(dkv_S2GD.dtype)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from distca.plan import AttentionKind, lay_out, plan_at_home, route
+from distca.runtime import device_routes
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.kept_rows import moved
 from distca.runtime.server import added_up, task_regions
@@ -16,7 +17,9 @@ from distca.testing.reference_attention import relative_error
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [0, 1, 9, 40])
-def test_shared_rows(dtype, window):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_shared_rows(dtype, window, at_once, monkeypatch):
+    monkeypatch.setattr(device_routes, "_MOST_COPIES", 0 if at_once else 1000)
     of = route(random_plan(lay_out([40] * 12, 2)[0], 2, cuts=40, window=window), 0)
     repeat, there = of.kv.repeat, ServerRoute.of(of, [AttentionKind(1.0)], "cpu")
     rows = [
@@ -31,6 +34,7 @@ def test_shared_rows(dtype, window):
         assert not there.repeats and len(regions) == len(kv)
         return
     assert max(len(each.places) for each in there.repeats) > 2 and len(there.repeats) > 2
+    assert all((each.rows is None) != at_once for each in (there.copies[0], there.copies_back))
     assert sorted(target for _, target in rows) == list(range(len(regions)))
     assert len(regions) == of.cu_kv[-1] > len(kv)
     dkv = torch.randn(regions.shape, generator=generator).to(dtype)
