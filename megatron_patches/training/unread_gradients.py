@@ -51,7 +51,7 @@ def _check_clipping(function: Any) -> None:
 
     In torch 2.13 it calls one inner function under torch.no_grad. One that is made otherwise is left alone.
     """
-    closure = getattr(function, "__closure__", None) or ()
+    closure: tuple[Any, ...] = getattr(function, "__closure__", None) or ()
     if len(closure) != 1 or not callable(closure[0].cell_contents):
         return
     inner = closure[0]

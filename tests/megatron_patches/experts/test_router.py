@@ -58,6 +58,12 @@ def test_the_chosen_experts_are_sorted_out_once_and_counted_as_megatron_counts(b
     assert float(nano_batch.balance._entropy[0]) == pytest.approx(float(entropy), rel=1e-6)
 
 
+def test_experts_of_a_layer_are_looked_at_once_in_a_micro_batch():
+    balance, looks = _nano_batch(_router()).balance, []
+    found = [balance.experts(layer, lambda layer=layer: looks.append(layer) or layer) for layer in (1, 2, 1, 2)]
+    assert found == [1, 2, 1, 2] and looks == [1, 2]
+
+
 def test_products_of_bfloat16_matrices_are_as_near_to_float64_as_megatrons(monkeypatch):
     router = _router().bfloat16()
     hidden = torch.randn(ROWS, 1, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
