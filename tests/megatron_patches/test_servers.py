@@ -112,7 +112,8 @@ def _case(router: str = "", stack: tuple[str, int] | None = None, latent: int | 
     from distca.parity.experts import expert_case
 
     if stack is not None:
-        return replace(getattr(hybrid, stack[0])()[stack[1]], scheduler="real")
+        case = getattr(hybrid, stack[0])()[stack[1]]
+        return replace(case, scheduler="real", micro_batches=case.micro_batches[::2])
     if latent is not None:
         return latent_cases.latent_cases(tp=latent + 1)[latent]
     usual: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "shape": ParityShape(layers=2)}
