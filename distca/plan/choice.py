@@ -23,7 +23,7 @@ from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import Traffic, server_seconds, traffic
 from distca.plan.network import Links
-from distca.plan.plan import Plan
+from distca.plan.plan import Plan, plan_at_home
 
 _WORTH = 0.01
 """If the placement "together" moves bytes, it must save this fraction of the time of the placement "apart". A smaller
@@ -85,19 +85,39 @@ NanoPlans = Sequence[tuple[Plan, Plan]]
 """The forward and the backward plan of every nano-batch."""
 
 
-def once(scheduler: Scheduler) -> Scheduler:
-    """Returns a scheduler that remembers its plans, except those with ``beside``."""
-    found: dict[tuple[Layout, Direction], Plan] = {}
+class Once:
+    """A scheduler that remembers its plans, except those with ``beside``."""
 
-    def planned(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._found: dict[tuple[Layout, Direction], Plan] = {}
+
+    def __call__(self, layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         if beside is not None:
-            return scheduler(layout, direction, beside)
+            return self._scheduler(layout, direction, beside)
         key = (layout, direction)
-        if key not in found:
-            found[key] = scheduler(layout, direction)
-        return found[key]
+        if key not in self._found:
+            self._found[key] = self._scheduler(layout, direction)
+        return self._found[key]
 
-    return planned
+    def leave_at_home(self, layouts: Sequence[Layout]) -> None:
+        """Plans these layouts so that homes compute the attention of their own rows."""
+        for layout in layouts:
+            plan = plan_at_home(layout)
+            self._found |= {(layout, "forward"): plan, (layout, "backward"): plan, (layout, "both"): plan}
+
+
+def is_level_at_home(layouts: Sequence[Layout], cost: CostModel) -> bool:
+    """Returns whether homes may compute the attention of their own rows.
+
+    No row may need to travel. Then no rank waits for another between nano-batches, so their seconds are added up. The
+    slowest rank may take ``_FEWER_PIECES`` longer than the mean."""
+    plans = [plan_at_home(layout) for layout in layouts]
+    if any(rows.q_rows or rows.kv_rows for rows in map(traffic, plans)):
+        return False
+    ways: tuple[Direction, ...] = ("forward", "backward")
+    seconds = np.array([[server_seconds(plan, cost, way) for plan in plans] for way in ways]).sum(axis=1)
+    return bool((seconds.max(axis=1) <= seconds.mean(axis=1) * (1 + _FEWER_PIECES)).all())
 
 
 def cheaper(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan.choice import Price, Scheduler, cheaper, once, price_of
+from distca.plan.choice import Once, Price, cheaper, is_level_at_home, price_of
 from distca.plan.cost.model import Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import seconds_by_kind, traffic
@@ -200,13 +200,13 @@ def plan_step(
         None if home is None else np.asarray(home, np.int64)
         for home in (homes if homes is not None else [None] * len(rows))
     )
-    scheduler = once((options.scheduler or scheduler_of(options)) if options.disaggregate else at_home)
+    scheduler = Once((options.scheduler or scheduler_of(options)) if options.disaggregate else at_home)
     layouts = tuple(_laid_out(options, *each, scheduler) for each in zip(rows, places, strict=True))
     return StepPlan(options, rows, places, layouts, *plan_phases(layouts, options, scheduler), drawn=drawn)
 
 
 def _laid_out(
-    options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
+    options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Once
 ) -> tuple[Layout, ...]:
     # With several stages, idle stages serve ping and then pong of other stages. "even" gives both equal work.
     dealing = "lean" if options.stages == 1 else "even"
@@ -221,14 +221,17 @@ def _laid_out(
     def price(layouts: tuple[Layout, ...]) -> Price:
         return price_of([planned(each) for each in layouts], options.cost, options.links, options.resend, options.sinks)
 
-    by_work = _by_work(options, lengths, laid, price)
     room = int(lengths.sum()) // options.ranks // options.align * options.align
     # If documents are whole, recurrent layers take less time, but more rows of q, k and v travel. Whole documents were
     # measured to save time on one node, but not between nodes.
     one_node = not options.servers and len(set(options.links.nodes(options.homes))) == 1
     if not options.recurrent or options.ranks == 1 or not one_node or lengths.max(initial=0) > room:
-        return by_work
+        return _by_work(options, lengths, laid, price)
     whole = laid(placement="whole", cost=options.cost)
+    if options.stages == 1 and is_level_at_home(whole, options.cost):
+        scheduler.leave_at_home(whole)
+        return whole
+    by_work = _by_work(options, lengths, laid, price)
     return whole if price(whole).is_worth_fewer_pieces(price(by_work)) else by_work
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from distca.data.mixes import Mix, sample_lengths
 from distca.plan import Layout, Links, Plan, PlanOptions, analytic_cost, lay_out, plan_step
-from distca.plan.choice import Price, once, price_of
+from distca.plan.choice import Once, Price, price_of
 from distca.plan.metrics import server_seconds, traffic
 from distca.plan.phases import scheduler_of
 from distca.plan.plan import plan_at_home
@@ -94,7 +94,7 @@ def test_every_layout_is_planned_once_in_each_direction_also_where_layouts_come_
         asked.append((layout.tokens, direction))
         return plan_at_home(layout)
 
-    planned = once(scheduler)
+    planned = Once(scheduler)
     # Each layout is given up at once, so that the next one may lie in its memory.
     found = [planned(lay_out([tokens], 2)[0], "forward").layout.tokens for tokens in range(1, 50)]
     assert found == list(range(1, 50))

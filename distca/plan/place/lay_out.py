@@ -31,6 +31,7 @@ from distca.plan.place.nano_batches import (
     without_short_tail,
 )
 from distca.plan.place.shares import deal, work_of
+from distca.plan.place.swaps import OF_NANO_BATCHES, OF_RANKS, swapped
 from distca.plan.place.whole import whole_documents
 from distca.plan.sorting import order_by
 
@@ -68,7 +69,8 @@ def lay_out(
         placement: which tokens are on which rank. "in_order": one document after the other, cut where a rank is full.
             "spread": ranks get about equal attention work, summed over ping and pong. "spread_by_nano_batch": ranks get
             about equal attention work in each nano-batch; also used in place of "spread" if ``home_rows.py`` finds no
-            room for a document. "whole": only documents for which no rank has room are cut.
+            room for a document. "whole": only documents for which no rank has room are cut. With an ``align`` of 1
+            none is, if ranks can have tokens and work alike without (``swaps.py``).
         cost: gives the seconds of attention, which "spread", "spread_by_nano_batch" and "whole" balance. With None they
             balance the number of query-key pairs.
         ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one. "spread" deals documents to
@@ -217,10 +219,15 @@ def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.n
 
 
 def _place_whole(
-    length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray, dealing: Dealing
+    length: np.ndarray,
+    ranks: int,
+    nano_batches: int,
+    rank_of: np.ndarray,
+    dealing: Dealing,
+    work: np.ndarray | None = None,
 ) -> list[tuple[Shards, np.ndarray]]:
     nothing = Stream(*(np.zeros(0, np.int64),) * 3)
-    return _dealt_at_home(length, ranks, nano_batches, rank_of, nothing, nothing.document, dealing)
+    return _dealt_at_home(length, ranks, nano_batches, rank_of, nothing, nothing.document, dealing, work=work)
 
 
 def _fill_whole(
@@ -233,7 +240,15 @@ def _fill_whole(
             "another placement."
         )
     work = cost.per_direction("both", length, length).sum(axis=0)
-    return _dealt_at_home(length, ranks, nano_batches, *whole_documents(length, room, work), dealing, align)
+    rank_of, rest, rank_of_rest = whole_documents(length, room, work)
+    if align == 1:
+        # A cut document begins with the rank that has its first piece.
+        begins = rank_of.copy()
+        begins[rest.document[::-1]] = rank_of_rest[::-1]
+        uncut = swapped(length, work, begins, ranks, OF_RANKS)
+        if uncut is not None:
+            return _place_whole(length, ranks, nano_batches, uncut, dealing, work)
+    return _dealt_at_home(length, ranks, nano_batches, rank_of, rest, rank_of_rest, dealing, align)
 
 
 def _dealt_at_home(
@@ -245,11 +260,13 @@ def _dealt_at_home(
     rank_of_rest: np.ndarray,
     dealing: Dealing,
     align: int = 1,
+    work: np.ndarray | None = None,
 ) -> list[tuple[Shards, np.ndarray]]:
     """Deals each rank's whole documents to the nano-batches. Pieces of cut documents go to the last nano-batch.
 
     ``rank_of`` [D] is the rank of each document that is whole on one rank, and -1 for cut documents. ``rest`` has the
-    N pieces of cut documents, and ``rank_of_rest`` [N] their ranks."""
+    N pieces of cut documents, and ``rank_of_rest`` [N] their ranks. With ``work`` [D] of documents, no document of a
+    rank is cut between ping and pong if that is possible."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs of ping minus those of pong, on the ranks dealt so far
@@ -260,7 +277,8 @@ def _dealt_at_home(
         # Ping gets about half of the rank's tokens.
         tokens, more = int(length[mine].sum()), int((rest.stop - rest.start)[pieces].sum())
         cut = without_short_tail(length, mine, min(-(-(tokens + more) // 2), tokens)) // align * align
-        streams = streams_of(length, mine, nano_batches, cut)
+        halves = _uncut_halves(length, work, mine, cut) if work is not None and nano_batches == 2 else None
+        streams = halves or streams_of(length, mine, nano_batches, cut)
         streams[-1] = Stream(
             np.concatenate((streams[-1].document, rest.document[pieces])),
             np.concatenate((streams[-1].start, rest.start[pieces])),
@@ -276,6 +294,17 @@ def _dealt_at_home(
         (Shards(*(np.concatenate(column) for column in zip(*(s.columns() for s in part), strict=True))), count)
         for part, count in zip(parts, rows, strict=True)
     ]
+
+
+def _uncut_halves(length: np.ndarray, work: np.ndarray, mine: np.ndarray, cut: int) -> list[Stream] | None:
+    """Deals the documents ``mine`` of a rank to ping and pong, about half of the tokens each; None if one must be cut.
+
+    In each nano-batch documents are in order, as are tasks of a server. So rows of q, k and v need not be copied."""
+    begins = np.cumsum(length[mine]) - length[mine]
+    nano = swapped(length[mine], work[mine], (begins >= cut).astype(np.int64), 2, OF_NANO_BATCHES)
+    if nano is None:
+        return None
+    return [Stream(own, np.zeros_like(own), length[own]) for own in (np.sort(mine[nano == each]) for each in (0, 1))]
 
 
 def _sorted(shards: Shards) -> Shards:
