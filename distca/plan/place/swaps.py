@@ -1,11 +1,11 @@
 """Swaps whole documents between ranks, until ranks have about equal tokens and about equal attention work.
 
-``whole.py`` fills ranks to the last token, so a few documents are cut where a rank is full. Swaps need no cut: ranks
+``whole.py`` gives ranks exactly equal tokens, so it cuts a few documents where a rank is full. Swaps need no cut: ranks
 may have slightly unlike numbers of tokens. If attention is level too, no row has to travel to another rank. A rank's
 documents are given to the nano-batches *ping* and *pong* in the same way; below, *bins* are ranks or nano-batches.
 
-A *swap* takes up to two documents from each of two bins, and gives them to the other bin. Of all swaps between the bin
-that fits worst and a bin that fits in the opposite way, the best one is made, and so on.
+A *swap* takes up to two documents from each of two bins, and gives them to the other bin. One bin is the one that fits
+worst, and the other fits badly in the opposite way. The best of all their swaps is made, until no bin fits badly.
 
 Array legend: D documents, B bins, S sets of up to two documents. In [2, ...] arrays, tokens come first, then work; both
 are fractions of a bin's mean.
