@@ -9,7 +9,7 @@ import torch
 from distca.errors import LaunchError
 
 
-def share_gpus(rank: int, ranks: int) -> int:
+def share_gpus(rank: int, ranks: int, first: int = 0) -> int:
     """The GPU of a rank of this machine, which it shares where there are fewer of them than ranks.
 
     NCCL refuses two ranks of one machine on the same GPU. Where they have to share one, each is a machine of its own to
@@ -18,6 +18,7 @@ def share_gpus(rank: int, ranks: int) -> int:
     Args:
         rank: of this process.
         ranks: on this machine.
+        first: number of rank 0's GPU.
 
     Raises:
         LaunchError: the machine has no GPU.
@@ -30,7 +31,7 @@ def share_gpus(rank: int, ranks: int) -> int:
         )
     if ranks > gpus:
         each_a_machine(rank)
-    return rank % gpus
+    return (first + rank) % gpus
 
 
 def each_a_machine(rank: int, ranks: int = 1) -> None:

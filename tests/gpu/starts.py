@@ -1,110 +1,137 @@
-"""Cases of several tests in one start of ranks.
+"""Cases of GPU tests: what ranks do for them, in worlds that many tests share (``worlds.py``).
 
-A start takes 20 to 60 s, in which every rank imports Megatron-Core and compiles kernels. Most cases take a few seconds.
+A file of tests has ``cases(folder)``, by name. The tests' fixture ``starts`` hands in all that selected tests need at
+once, and a test asks for the result of its own.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import pickle
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import pytest
 
-from distca.testing.ranks import RankFailure, run_ranks
+from distca.testing.ranks import RankFailure, loaded
+from tests.gpu.outcomes import TIME_IS_OVER
 
-logger = logging.getLogger(__name__)
-Case = tuple[Any, ...]
-"""A function that can be imported from a module, and its arguments."""
-AT_ONCE = 4
-"""Starts of a file."""
+SPOOL = "DISTCA_SPOOL"
+"""The variable with the folder that worlds take cases from, if another process runs them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What some ranks do, after and before other cases in the same processes; it leaves nothing behind.
+
+    NVSHMEM starts once in a process, over one server pool. So cases of one world have the same pool, or one without
+    other ranks.
+
+    Attributes:
+        ranks: how many.
+        function: importable from a module.
+        arguments: picklable.
+        world: cases with different names here share no processes.
+        needs: names of cases that have to be done before.
+        limit_s: seconds that it may take, once it has begun.
+        launches: processes on GPUs that it starts itself.
+    """
+
+    ranks: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    world: str = ""
+    needs: tuple[str, ...] = ()
+    limit_s: float = 300.0
+    launches: int = 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A case as it is handed in, in a file; its answer comes into the file of that name that ends in ``.answer``.
+
+    Attributes:
+        name: of the file of tests, and of the case.
+        ranks, world, limit_s, launches: of the case.
+        needs: files of answers that have to be there before.
+        call: the function and its arguments, pickled. Only ranks import the module.
+    """
+
+    name: str
+    ranks: int
+    world: str
+    limit_s: float
+    launches: int
+    needs: tuple[Path, ...]
+    call: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a case.
+
+    Attributes:
+        results: what each rank returned, saved; None if the case failed or time was over.
+        failure: why it failed; "" if time was over.
+    """
+
+    results: list[bytes] | None
+    failure: str = ""
+
+
+def write_whole(path: Path, content: object) -> None:
+    """Pickles ``content``; who finds the file finds all of it."""
+    unfinished = path.with_name(f"{path.name} unfinished")
+    unfinished.write_bytes(pickle.dumps(content))
+    unfinished.rename(path)
 
 
 class Starts:
-    """The starts of a file's tests.
-
-    NVSHMEM starts once in a process, over one server pool. So cases of one start have the same pool, or one without
-    other ranks.
+    """The cases of a file's tests.
 
     Args:
-        folder: an empty folder for what cases return.
-        selected: names of the cases whose tests are to run.
-        gpus: whether ranks have GPUs.
+        spool: the folder that worlds take cases from.
+        folder: what cases write is here.
+        subject: a name of the file of tests.
+        cases: all of the file's cases by name.
+        selected: names of the cases whose tests are to run, up to a colon; others need not exist.
     """
 
-    def __init__(self, folder: Path, selected: Collection[str], gpus: bool = True) -> None:
-        self._folder, self._selected, self._gpus = folder, selected, gpus
-        self._begun: dict[str, Future[dict[str, Any]]] = {}
-        self._pool = ThreadPoolExecutor(AT_ONCE)
+    def __init__(
+        self, spool: Path, folder: Path, subject: str, cases: Mapping[str, Case], selected: Collection[str]
+    ) -> None:
+        self.folder, self._parent = folder, os.getppid() if SPOOL in os.environ else None
+        wanted = [name for name in cases if name.partition(": ")[0] in selected]
+        for name in wanted:  # grows
+            wanted += [each for each in cases[name].needs if each not in wanted]
+        own = spool / f"{subject}-{os.getpid()}"
+        own.mkdir()
+        self._answers = {name: own / f"{number}.answer" for number, name in enumerate(cases)}
+        for name in sorted(wanted, key=list(cases).index):
+            case = cases[name]
+            needs = tuple(self._answers[each] for each in case.needs)
+            call = pickle.dumps((case.function, case.arguments))
+            asked = Asked(f"{subject}: {name}", case.ranks, case.world, case.limit_s, case.launches, needs, call)
+            write_whole(self._answers[name].with_suffix(".case"), asked)
 
-    def begin(self, start: str, ranks: int, cases: Mapping[str, Case], timeout: float = 600.0) -> None:
-        """Begins a start, if it has not begun yet, and returns at once. It runs all of its selected cases.
-
-        Args:
-            start: a name for the start.
-            ranks: how many.
-            cases: all cases of the start, by name.
-            timeout: seconds for all cases.
-        """
-        if start not in self._begun:
-            folder = self._folder / str(len(self._begun))
-            folder.mkdir()
-            selected = {each: case for each, case in cases.items() if each in self._selected}
-            self._begun[start] = self._pool.submit(_run, folder, ranks, selected, timeout, self._gpus)
-
-    def result(self, start: str, name: str, ranks: int, cases: Mapping[str, Case], timeout: float = 600.0) -> list[Any]:
-        """Returns what the case with this name returned, by rank. Other arguments are those of :meth:`begin`.
+    def result(self, name: str) -> list[Any]:
+        """Returns what the case with this name returned, by rank.
 
         Raises:
             RankFailure: the case failed.
+            pytest.skip.Exception: it was not done when time was over.
         """
-        self.begin(start, ranks, cases, timeout)
-        answer = self._begun[start].result()[name]
-        if isinstance(answer, RankFailure):
-            raise RankFailure(str(answer))
-        results: list[Any] = answer
-        return results
-
-    def close(self) -> None:
-        """Waits for all starts."""
-        self._pool.shutdown()
-
-
-def _run(folder: Path, ranks: int, cases: Mapping[str, Case], timeout: float, gpus: bool) -> dict[str, Any]:
-    """By case what ranks returned, or the failure. After a failure the cases behind it run in another start."""
-    found: dict[str, Any] = {}
-    left = list(cases)
-    while left:
-        failure: RankFailure | None = None
-        try:
-            run_ranks(ranks, _each, folder, {name: cases[name] for name in left}, timeout=timeout, gpus=gpus)
-        except RankFailure as error:
-            failure = error
-        done = [name for name in left if all(_file(folder, name, rank).exists() for rank in range(ranks))]
-        for name in done:
-            found[name] = [torch.load(_file(folder, name, rank), weights_only=False) for rank in range(ranks)]
-        left = [name for name in left if name not in done]
-        if failure is not None:
-            failed = left.pop(0) if left else done[-1]
-            logger.info("%s failed: %s", failed, failure)
-            found[failed] = failure
-    return found
-
-
-def _each(folder: Path, cases: Mapping[str, Case]) -> None:
-    for name, (function, *arguments) in cases.items():
-        answer = function(*arguments)
-        unfinished = folder / f"{dist.get_rank()}"
-        torch.save(answer, unfinished)
-        unfinished.rename(_file(folder, name, dist.get_rank()))
-        dist.barrier()  # a rank that fails in the next case would end others in this one
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _file(folder: Path, name: str, rank: int) -> Path:
-    return folder / f"{name} of rank {rank}"
+        path = self._answers[name]
+        while not path.exists():
+            if self._parent is not None and os.getppid() != self._parent:
+                raise RankFailure("The process that runs all tests has died.")
+            time.sleep(0.05)
+        answer: Answer = pickle.loads(path.read_bytes())
+        if answer.results is None:
+            if answer.failure:
+                raise RankFailure(answer.failure)
+            pytest.skip(TIME_IS_OVER)
+        return [loaded(each) for each in answer.results]

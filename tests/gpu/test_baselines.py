@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(600)  # both kernels share a start
+from tests.gpu.starts import Case
 
 # As for kernels: a few roundings of bfloat16. Ring attention merges partial outputs in float32.
 TOLERANCE = 6e-3
 KERNELS = ("flash4", "torch")
+RANKS = (2, 4)
 
 
 def _errors(kernel, names):
@@ -25,10 +26,13 @@ def _errors(kernel, names):
     return attention_errors(modes, lengths, AttentionShape(16, 4, 128), torch.bfloat16, device, chosen)
 
 
+def cases(_):
+    modes = {ranks: [f"cp{ranks}", f"cp{ranks}-keep", f"ring{ranks}", f"ulysses{ranks}"] for ranks in RANKS}
+    return {f"{ranks}-{each}": Case(ranks, _errors, (each, modes[ranks])) for ranks in RANKS for each in KERNELS}
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_attention(starts, ranks, kernel):
-    names = [f"cp{ranks}", f"cp{ranks}-keep", f"ring{ranks}", f"ulysses{ranks}"]
-    cases = {f"{ranks}-{each}": (_errors, each, names) for each in KERNELS}
-    for name, errors in starts.result(f"{ranks} ranks", f"{ranks}-{kernel}", ranks, cases)[0].items():
+    for name, errors in starts.result(f"{ranks}-{kernel}")[0].items():
         assert max(errors.values()) < TOLERANCE, (name, errors)

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.gpu.runs import train_on_gpus
-from tests.gpu.starts import Starts
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 
 SETTINGS = {
     "train.micro_batches": 2,
@@ -22,16 +22,8 @@ SETTINGS = {
     "optimizer.min_lr": 1e-3,
     "cad.deterministic": "true",
 }
-
-
-LAYOUTS = {1: [1], 2: [1, 2], 4: [2]}
-"""Stages, by ranks; each line is two starts."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs."""
-    return tmp_path_factory.mktemp("checkpoints")
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2)]
+"""Ranks and stages."""
 
 
 def _settings(folder: Path, pp: int) -> dict[str, Any]:
@@ -51,13 +43,21 @@ def _resume(folder: Path, pp: int) -> None:
     train_on_gpus([_settings(folder, pp) | {"checkpoint.resume": folder / "resumed"}])
 
 
-@pytest.mark.parametrize("ranks,pp", [(ranks, pp) for ranks, stages in LAYOUTS.items() for pp in stages])
-def test_a_resumed_run_goes_on(ranks: int, pp: int, folder: Path, starts: Starts) -> None:
-    names = {stages: f"{ranks}-{stages}" for stages in LAYOUTS[ranks]}
-    for what in (_train, _resume):
-        cases = {name: (what, folder / name, stages) for stages, name in names.items()}
-        starts.result(f"{what.__name__} on {ranks} ranks", names[pp], ranks, cases)
-    run, resumed = (folder / names[pp] / name for name in ("run", "resumed"))
+def cases(folder: Path) -> dict[str, Case]:
+    """Other processes resume than those that trained."""
+    made: dict[str, Case] = {}
+    for ranks, pp in LAYOUTS:
+        name = f"{ranks}-{pp}"
+        made[f"train {name}"] = Case(ranks, _train, (folder / name, pp))
+        made[name] = Case(ranks, _resume, (folder / name, pp), world="resumed", needs=(f"train {name}",))
+    return made
+
+
+@pytest.mark.parametrize("ranks,pp", LAYOUTS)
+def test_a_resumed_run_goes_on(ranks: int, pp: int, starts: Starts) -> None:
+    for name in (f"train {ranks}-{pp}", f"{ranks}-{pp}"):
+        starts.result(name)
+    run, resumed = (starts.folder / f"{ranks}-{pp}" / name for name in ("run", "resumed"))
     losses = steps_of(run)
     # The order of some additions differs from run to run; a run that began anew would be at another loss.
     assert steps_of(resumed) == pytest.approx(losses, rel=1e-4)

@@ -16,7 +16,7 @@ from tests.gpu.runs import keep_results, train_on_gpus
 from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 
 RATIO = 1.1
 """Distance of experts at once from float32 over that of experts one after the other, both in bfloat16."""
@@ -37,25 +37,23 @@ MODES: dict[str, dict[str, str]] = {
     "recompute": {"train.recompute": "all"},
 }
 ALL_MODES = {"one by one": {"cad.enabled": "false"}} | MODES
-Found = Callable[[], list[Any]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs."""
-    return tmp_path_factory.mktemp("experts")
+def cases(folder: Path) -> dict[str, Case]:
+    runs = [{"name": name, "output": folder} | SETTINGS | mode for name, mode in ALL_MODES.items()]
+    return {
+        test_experts_at_once_are_as_near_to_float32_as_one_after_the_other.__name__: Case(2, _errors, ("cuda",)),
+        test_a_half_asks_its_device_once_in_the_forward_pass_of_a_layer_and_stops_it_nowhere.__name__: Case(
+            2, _questions
+        ),
+        test_runs_agree_with_experts_one_after_the_other.__name__: Case(2, _train, (runs,)),
+    }
 
 
 @pytest.fixture
-def found(request: pytest.FixtureRequest, starts: Starts, folder: Path) -> Found:
-    """What both ranks found for a test; those of all tests start once."""
-    runs = [{"name": name, "output": folder} | SETTINGS | mode for name, mode in ALL_MODES.items()]
-    cases: dict[str, Case] = {
-        test_experts_at_once_are_as_near_to_float32_as_one_after_the_other.__name__: (_errors, "cuda"),
-        test_a_half_asks_its_device_once_in_the_forward_pass_of_a_layer_and_stops_it_nowhere.__name__: (_questions,),
-        test_runs_agree_with_experts_one_after_the_other.__name__: (_train, runs),
-    }
-    return partial(starts.result, "all", request.node.name, 2, cases)
+def found(request: pytest.FixtureRequest, starts: Starts) -> list[Any]:
+    """What both ranks found for a test."""
+    return starts.result(request.node.name)
 
 
 def _found(experts: Any, rows: list[int], compute: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -129,8 +127,8 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def test_experts_at_once_are_as_near_to_float32_as_one_after_the_other(found: Found) -> None:
-    for rank in found():
+def test_experts_at_once_are_as_near_to_float32_as_one_after_the_other(found: list[Any]) -> None:
+    for rank in found:
         for rows, ours, theirs in zip(ROWS, rank["at once"], rank["one after the other"], strict=True):
             for name, error in ours.items():
                 assert error <= RATIO * theirs[name] + 1e-7, (rows, name, error, theirs[name])
@@ -172,8 +170,8 @@ def _questions() -> dict[str, tuple[int, list[str]]]:
     return found
 
 
-def test_a_half_asks_its_device_once_in_the_forward_pass_of_a_layer_and_stops_it_nowhere(found: Found) -> None:
-    for rank in found():
+def test_a_half_asks_its_device_once_in_the_forward_pass_of_a_layer_and_stops_it_nowhere(found: list[Any]) -> None:
+    for rank in found:
         for recompute, (asked, waits) in rank.items():
             layers, halves = 2, 2  # of one micro-batch
             assert asked == layers * halves, recompute
@@ -190,8 +188,8 @@ def _train(runs: list[dict[str, Any]]) -> None:
     train_on_gpus(runs[1:])
 
 
-def test_runs_agree_with_experts_one_after_the_other(folder: Path, found: Found) -> None:
-    found()
+def test_runs_agree_with_experts_one_after_the_other(starts: Starts, found: list[Any]) -> None:
+    folder = starts.folder
     losses, norms = (steps_of(folder / "one by one", key) for key in ("loss", "grad_norm"))
     keep_results("experts", 2, {name: steps_of(folder / name, "loss") for name in ALL_MODES})
     assert list(losses) == [1, 2, 3, 4]

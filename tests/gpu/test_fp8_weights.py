@@ -1,20 +1,16 @@
 """Weights held as FP8 numbers alone, on two GPUs: a run with them against the same run with bfloat16 weights.
 
 Both compute in FP8 and quantise the same numbers, so losses are the same, and norms but for the order in which weights
-are added up. All runs are in one world, one after the other; what is found of each is written at once, so that one that
-fails hides no other.
+are added up.
 With its figures: pytest tests/gpu/test_fp8_weights.py --log-cli-level=INFO
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import math
 import shutil
-import time
-import traceback
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.testing.ranks import RankFailure, run_ranks
 from megatron_patches.te.installed import why_not_supported
 from tests.gpu.runs import train_on_gpus
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
 pytestmark = [
@@ -54,9 +50,11 @@ RUNS: dict[str, Settings] = {
 """By name; in those that end in "set", weights are set after they were drawn, as those of a Hugging Face folder are."""
 LIKE = {"current mlp": "current", "blockwise all": "blockwise"}
 """Runs that are compared with another one's bfloat16 weights, and not with the same with bfloat16 weights."""
+Found = dict[str, dict[str, Any]]
+"""By run, what a rank found of it."""
 RESUMED: dict[str, Settings] = {
-    "delayed": {"train.fp8": "delayed"},
-    "current narrow": {"train.fp8": "current"} | NARROW,
+    "resumed delayed": {"train.fp8": "delayed"},
+    "resumed current narrow": {"train.fp8": "current"} | NARROW,
 }
 MEASURED = ("current", "current all", "delayed narrow")
 """Runs whose memory is compared."""
@@ -74,40 +72,33 @@ PEAK = 0.2
 """How far the saved memory may be from the predicted one, as a share of it."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs, with found.json of each."""
-    made = tmp_path_factory.mktemp("fp8_weights")
-    began = time.perf_counter()
-    try:
-        run_ranks(2, _all, made, gpus=True, timeout=300)
-    except RankFailure as failure:
-        (made / "failure.txt").write_text(str(failure))
-        logger.info("The world failed: %s", failure)
-    logger.info("%.0f s in all", time.perf_counter() - began)
-    return made
+def cases(folder: Path) -> dict[str, Case]:
+    made = {name: Case(2, _both, (folder, name), needs=_compared(name)) for name in RUNS}
+    return made | {name: Case(2, _resume, (folder, name, settings)) for name, settings in RESUMED.items()}
 
 
-def _all(folder: Path) -> None:
-    with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
-        for name, settings in RUNS.items():
-            for held in ("fp8",) if name in LIKE else ("bf16", "fp8"):
-                weights = {"train.fp8_weights": str(held == "fp8").lower()}
-                own = COMMON | settings | weights | {"name": f"{name} {held}", "output": folder}
-                _run(folder, f"{name} {held}", [own], sets=name.endswith("set"))
-            if name == "current set":  # still two data-parallel ranks
-                for each, more in RESUMED.items():
-                    _resume(folder, each, more)
+def _compared(name: str) -> tuple[str, ...]:
+    return (LIKE[name],) if name in LIKE else ()
 
 
-def _run(folder: Path, name: str, runs: list[Settings], sets: bool = False) -> None:
-    """Train, and write what was found of the last run's trainer."""
+def _both(folder: Path, name: str) -> Found:
+    """A run with weights in bfloat16, unless another one's are compared, and in FP8."""
+    found = {}
+    for held in ("fp8",) if name in LIKE else ("bf16", "fp8"):
+        weights = {"train.fp8_weights": str(held == "fp8").lower()}
+        own = COMMON | RUNS[name] | weights | {"name": f"{name} {held}", "output": folder}
+        found[held] = _run(own, sets=name.endswith("set"))
+    return found
+
+
+def _run(settings: Settings, sets: bool = False) -> dict[str, Any]:
+    """Trains, and returns what was found of the trainer."""
     from distca.train.run import builder
     from megatron_patches.model import gpt as models
     from megatron_patches.training.optimizer import OptimizerAndSchedule
 
     build_trainer, build_gpt, step = builder.build_trainer, models.build_gpt, OptimizerAndSchedule.step
-    found: dict[str, Any] = {"error": "", "columns before updates": 0}
+    found: dict[str, Any] = {"columns before updates": 0}
     trainers: list[Any] = []
     before: list[torch.Tensor] = []
 
@@ -126,30 +117,20 @@ def _run(folder: Path, name: str, runs: list[Settings], sets: bool = False) -> N
         found["columns before updates"] += sum(weight.get_usages()["columnwise"] for weight in weights)
         return step(optimizer)
 
-    began = time.perf_counter()
-    OptimizerAndSchedule.step = counted  # type: ignore[method-assign]
-    builder.build_trainer = built
-    models.build_gpt = with_other_weights if sets else build_gpt
-    try:
-        train_on_gpus(runs)
-        found |= _found(trainers[0].model, before)
-    except Exception:
-        found["error"] = traceback.format_exc()
-    finally:
-        builder.build_trainer, models.build_gpt = build_trainer, build_gpt
-        OptimizerAndSchedule.step = step  # type: ignore[method-assign]
+    with (
+        patch.object(OptimizerAndSchedule, "step", counted),
+        patch.object(builder, "build_trainer", built),
+        patch.object(models, "build_gpt", with_other_weights if sets else build_gpt),
+    ):
+        train_on_gpus([settings])
+    found |= _found(trainers[0].model, before)
     weights = [weakref.ref(weight) for trainer in trainers for weight in _linear_weights(trainer.model)]
     trainers.clear()
     before.clear()
     gc.collect()
     found["left"] = sum(weight() is not None for weight in weights)
     torch.cuda.empty_cache()
-    found["seconds"] = time.perf_counter() - began
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    if dist.get_rank() == 0:
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "found.json").write_text(json.dumps(everyone))
+    return found
 
 
 def _linear_weights(model: Any) -> list[torch.Tensor]:
@@ -188,25 +169,26 @@ def _found(model: Any, before: list[torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def _resume(folder: Path, name: str, settings: Settings) -> None:
+def _resume(folder: Path, name: str, settings: Settings) -> Found:
     """Five steps; the same from what was saved after two; from there with bfloat16 weights up to four; and the fifth
     again with FP8 weights."""
     own = COMMON | settings | {"output": folder, "checkpoint.save_every": 2, "train.fp8_weights": "true"}
     own |= {"optimizer.lr": 1e-3, "optimizer.min_lr": 1e-3, "train.steps": 5, "train.micro_batches": 1}
     whole, again, wide, back = (f"{name} {part}" for part in ("whole", "again", "wide", "back"))
-    _run(folder, whole, [own | {"name": whole}])
+    found = {"whole": _run(own | {"name": whole})}
     _copy(folder, whole, again, 2)
-    _run(folder, again, [own | {"checkpoint.resume": folder / again}])
+    found["again"] = _run(own | {"checkpoint.resume": folder / again})
     _copy(folder, whole, wide, 2)
     bfloat16 = {"train.fp8_weights": "false", "train.steps": 4}
-    _run(folder, wide, [own | bfloat16 | {"checkpoint.resume": folder / wide}])
+    found["wide"] = _run(own | bfloat16 | {"checkpoint.resume": folder / wide})
     _copy(folder, wide, back, 4)
-    _run(folder, back, [own | {"checkpoint.resume": folder / back}])
+    found["back"] = _run(own | {"checkpoint.resume": folder / back})
+    return found
 
 
 def _copy(folder: Path, source: str, target: str, step: int) -> None:
     """A run's folder as it was after a step."""
-    if dist.get_rank() == 0 and (folder / source).exists():
+    if dist.get_rank() == 0:
         shutil.copytree(folder / source, folder / target)
         for checkpoint in (folder / target / "checkpoints").glob("step_*"):
             if int(checkpoint.name.removeprefix("step_")) > step:
@@ -214,25 +196,13 @@ def _copy(folder: Path, source: str, target: str, step: int) -> None:
     dist.barrier()
 
 
-def _of(folder: Path, name: str) -> dict[str, Any]:
-    """What rank 0 found, if no rank failed."""
-    file = folder / name / "found.json"
-    if not file.exists():
-        failure = folder / "failure.txt"
-        pytest.fail(f"{name} did not run: {failure.read_text()[-3000:] if failure.exists() else 'nothing was said'}")
-    ranks = json.loads(file.read_text())
-    assert not any(found["error"] for found in ranks), "\n".join(found["error"] for found in ranks)
-    first: dict[str, Any] = ranks[0]
-    return first
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_are_those_with_bfloat16_weights(folder: Path, name: str) -> None:
+def test_losses_are_those_with_bfloat16_weights(starts: Starts, name: str) -> None:
+    for each in (*_compared(name), name):
+        starts.result(each)
     names = f"{LIKE.get(name, name)} bf16", f"{name} fp8"
-    for each in names:
-        _of(folder, each)
     for key in ("loss", "grad_norm"):
-        plain, found = (list(steps_of(folder / each, key).values()) for each in names)
+        plain, found = (list(steps_of(starts.folder / each, key).values()) for each in names)
         logger.info("%s %s: bf16 %s, FP8 %s, equal: %s", name, key, plain, found, plain == found)
         assert all(map(math.isfinite, found))
         assert found[0] == pytest.approx(plain[0], rel=1e-6), "they begin with the same weights"
@@ -243,22 +213,22 @@ def test_losses_are_those_with_bfloat16_weights(folder: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_weights_are_fp8_and_change(folder: Path, name: str) -> None:
-    found = _of(folder, f"{name} fp8")
+def test_weights_are_fp8_and_change(starts: Starts, name: str) -> None:
+    both: Found = starts.result(name)[0]
+    found = both["fp8"]
     logger.info("%s: %s", name, found)
     assert found["fp8"] == found["weights"] > 0
     assert found["changed"] > 0
     assert found["columns before updates"] == 0, "columns are dropped after each product"
     assert found["main"] == ["torch.float32"]
     assert found["left"] == 0, "the next model would have less memory"
-    assert name in LIKE or _of(folder, f"{name} bf16")["fp8"] == 0
+    assert name in LIKE or both["bf16"]["fp8"] == 0
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_less_memory_by_what_is_predicted(folder: Path, name: str) -> None:
-    for held in ("bf16", "fp8"):
-        _of(folder, f"{name} {held}")
-    saved = {}
+def test_less_memory_by_what_is_predicted(starts: Starts, name: str) -> None:
+    starts.result(name)
+    saved, folder = {}, starts.folder
     for key in ("peak_memory_gb", "predicted_memory_gb"):
         plain, found = (max(list(steps_of(folder / f"{name} {held}", key).values())[1:]) for held in ("bf16", "fp8"))
         saved[key] = 1024 * (plain - found)
@@ -267,26 +237,18 @@ def test_less_memory_by_what_is_predicted(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_equals_an_uninterrupted_one(folder: Path, name: str) -> None:
-    for part in ("whole", "again"):
-        _of(folder, f"{name} {part}")
+def test_a_resumed_run_equals_an_uninterrupted_one(starts: Starts, name: str) -> None:
+    starts.result(name)
     for key in ("loss", "grad_norm"):
-        whole, again = (steps_of(folder / f"{name} {part}", key) for part in ("whole", "again"))
+        whole, again = (steps_of(starts.folder / f"{name} {part}", key) for part in ("whole", "again"))
         logger.info("%s %s: %s, resumed %s", name, key, whole, again)
         assert again == whole
         assert len(set(whole.values())) == 5
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_checkpoints_go_to_bfloat16_weights_and_back(folder: Path, name: str) -> None:
-    for part in ("whole", "wide", "back"):
-        _of(folder, f"{name} {part}")
-    whole, back = (steps_of(folder / f"{name} {part}") for part in ("whole", "back"))
+def test_checkpoints_go_to_bfloat16_weights_and_back(starts: Starts, name: str) -> None:
+    starts.result(name)
+    whole, back = (steps_of(starts.folder / f"{name} {part}") for part in ("whole", "back"))
     logger.info("%s: %s, over bfloat16 %s", name, whole, back)
     assert back == pytest.approx(whole, rel=LOSS)
-
-
-def test_ranks_come_to_their_end(folder: Path) -> None:
-    """Also when all runs are done."""
-    failure = folder / "failure.txt"
-    assert not failure.exists(), failure.read_text()[-3000:]

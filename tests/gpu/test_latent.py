@@ -21,11 +21,11 @@ from distca.runtime.server import keys_and_values, together
 from distca.testing.reference_attention import relative_error
 from megatron_patches.versions import has_gated_delta_net
 from tests.gpu.runs import keep_results, train_on_gpus
-from tests.gpu.starts import Starts
+from tests.gpu.starts import Case, Starts
 from tests.gpu.test_kernels import BATCHES, TOLERANCE, task_batch
 from tests.train.small_runs import steps_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 
 KEYS, VALUES, HEADS = 192, 128, 4
 CUDA = torch.device("cuda")
@@ -71,14 +71,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 """Ranks, and settings beside LATENT."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs."""
-    return tmp_path_factory.mktemp("latent")
-
-
 def _runs(folder: Path, own: dict[str, object]) -> list[dict[str, object]]:
     return [{"name": name, "output": folder} | LATENT | own | mode for name, mode in MODES.items()]
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    return {name: Case(ranks, train_on_gpus, (_runs(folder / name, own),)) for name, (ranks, own) in LAYOUTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +118,10 @@ def test_numbers_of_heads_on_tensor_parallel_ranks(kernel, heads):
 
 @pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_runs_train_as_with_attention_at_home(layout: str, folder: Path, starts: Starts) -> None:
+def test_runs_train_as_with_attention_at_home(layout: str, starts: Starts) -> None:
     ranks, _ = LAYOUTS[layout]
-    together = {name: own for name, (others, own) in LAYOUTS.items() if others == ranks}
-    cases = {name: (train_on_gpus, _runs(folder / name, own)) for name, own in together.items()}
-    starts.result(f"{ranks} ranks", layout, ranks, cases)
-    found = {name: {key: steps_of(folder / layout / name, key) for key in KEPT} for name in MODES}
+    starts.result(layout)
+    found = {name: {key: steps_of(starts.folder / layout / name, key) for key in KEPT} for name in MODES}
     keep_results(f"latent_{layout}", ranks, found)
     losses, norms = (found["home"][key] for key in ("loss", "grad_norm"))
     assert list(losses) == [1, 2, 3, 4]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.gpu.runs import train_on_gpus
-from tests.gpu.starts import Starts
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 
 MIXED = {"model.layer_types": "[window, full]", "model.window": "1000", "model.sinks": "true"}
 MODES = {
@@ -35,22 +35,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, dict[str, str]]]] = {
 """Ranks, settings, and modes, of which each is a run."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs."""
-    return tmp_path_factory.mktemp("kinds")
-
-
 def _runs(folder: Path, own: dict[str, Any], modes: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
     return [{"name": name, "output": folder} | own | mode for name, mode in modes.items()]
 
 
+def cases(folder: Path) -> dict[str, Case]:
+    return {
+        name: Case(ranks, train_on_gpus, (_runs(folder / name, own, modes),))
+        for name, (ranks, own, modes) in LAYOUTS.items()
+    }
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_mixed_stacks_train_as_with_attention_at_home(layout: str, folder: Path, starts: Starts) -> None:
-    ranks, _, modes = LAYOUTS[layout]
-    together = {name: given for name, given in LAYOUTS.items() if given[0] == ranks}
-    cases = {name: (train_on_gpus, _runs(folder / name, *given[1:])) for name, given in together.items()}
-    starts.result(f"{ranks} ranks", layout, ranks, cases)
+def test_mixed_stacks_train_as_with_attention_at_home(layout: str, starts: Starts) -> None:
+    starts.result(layout)
+    folder, modes = starts.folder, LAYOUTS[layout][2]
     losses, norms = (steps_of(folder / layout / "home", key) for key in ("loss", "grad_norm"))
     assert list(losses) == [1, 2, 3, 4]
     for name in modes:

@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from megatron_patches.te.installed import why_not_supported
 from tests.gpu.runs import train_on_gpus
-from tests.gpu.starts import Starts
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(why_not_supported() is not None, reason=str(why_not_supported())),
 ]
 
@@ -44,18 +43,15 @@ def _train_and_resume(folder: Path, settings: dict[str, Any]) -> None:
     train_on_gpus([common | settings | wide | {"checkpoint.resume": folder / "wider"}])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs."""
-    return tmp_path_factory.mktemp("moments")
+def cases(folder: Path) -> dict[str, Case]:
+    return {fp8: Case(2, _train_and_resume, (folder / fp8, NARROW | {"train.fp8": fp8})) for fp8 in RECIPES}
 
 
 @pytest.mark.parametrize("fp8", RECIPES)
-def test_a_resumed_run_equals_an_uninterrupted_one(fp8: str, folder: Path, starts: Starts) -> None:
-    cases = {each: (_train_and_resume, folder / each, NARROW | {"train.fp8": each}) for each in RECIPES}
-    starts.result("all", fp8, 2, cases)
+def test_a_resumed_run_equals_an_uninterrupted_one(fp8: str, starts: Starts) -> None:
+    starts.result(fp8)
     for key in ("loss", "grad_norm"):
-        run, resumed, wider = (steps_of(folder / fp8 / name, key) for name in ("run", "resumed", "wider"))
+        run, resumed, wider = (steps_of(starts.folder / fp8 / name, key) for name in ("run", "resumed", "wider"))
         assert resumed == run
         assert len(set(run.values())) == 4
         assert wider[3] == pytest.approx(run[3], rel=1e-2) and wider[4] == pytest.approx(run[4], rel=5e-2)

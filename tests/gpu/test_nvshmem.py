@@ -4,15 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from distca.cluster.failure_reports import EXIT_CODE
-from distca.testing.ranks import run_ranks
 from distca.transport.select import why_not_nvshmem
 from tests.gpu.nvshmem_cases import ENGINE, KERNEL, fill_little_memory, train_and_compare, treat_as_far
+from tests.gpu.starts import Case
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -21,58 +20,51 @@ pytestmark = [
     ),
 ]
 
-
-AT_ONCE = 3
-"""Starts; most of their time they compile, or Python queues small steps."""
 STARTS = {
-    ("trained", 2): (1, 2, train_and_compare),
-    ("trained", 4): (2, 4, train_and_compare),
-    ("little_memory", 2): (1, 2, fill_little_memory),
-    ("far", "01"): (2, 2, treat_as_far, "01"),
-    ("far", "0123"): (4, 4, treat_as_far, "0123"),
-    ("far", "0011"): (4, 4, treat_as_far, "0011"),
+    "trained 2": (1, 2, train_and_compare),
+    "trained 4": (2, 4, train_and_compare),
+    "little_memory 2": (1, 2, fill_little_memory),
+    "far 01": (2, 2, treat_as_far, "01"),
+    "far 0123": (4, 4, treat_as_far, "0123"),
+    "far 0011": (4, 4, treat_as_far, "0011"),
 }
 """Least GPUs, ranks, function and arguments, by the fixture that has the answers, and its parameter."""
 
 
-@pytest.fixture(scope="module")
-def answers(request):
-    """Of each start whose tests are to run, what each rank answers; some run at a time."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    asked = {pair for item in items for pair in item.callspec.params.items()}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {
-            start: pool.submit(run_ranks, *what, timeout=400, gpus=True)
-            for start, (gpus, *what) in STARTS.items()
-            if start in asked and torch.cuda.device_count() >= gpus
-        }
+def cases(_):
+    """Each starts NVSHMEM in its own way."""
+    return {
+        name: Case(ranks, function, tuple(arguments), world=name, limit_s=600)
+        for name, (gpus, ranks, function, *arguments) in STARTS.items()
+        if torch.cuda.device_count() >= gpus
+    }
 
 
-def _answers(answers, *start):
-    gpus, *_ = STARTS[start]
+def _answers(starts, name):
+    gpus, *_ = STARTS[name]
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
-    return answers[start].result()
+    return starts.result(name)
 
 
 @pytest.fixture(params=[2, 4])
-def trained(request, answers):
+def trained(request, starts):
     """What each rank answered, by case."""
-    return _answers(answers, "trained", request.param)
+    return _answers(starts, f"trained {request.param}")
 
 
 @pytest.fixture(params=[2])
-def little_memory(request, answers):
+def little_memory(request, starts):
     """What both ranks answered, by case."""
-    found = _answers(answers, "little_memory", request.param)
+    found = _answers(starts, f"little_memory {request.param}")
     return {case: [answer[case] for answer in found] for case in found[0]}
 
 
 @pytest.fixture(params=["01", "0123", "0011"])
-def far(request, answers):
+def far(request, starts):
     """What each rank answered, by case, where the ranks are on these machines, as it were. NVSHMEM's own waits, which
     they use, are refused where ranks share a GPU."""
-    return _answers(answers, "far", request.param)
+    return _answers(starts, f"far {request.param}")
 
 
 @pytest.mark.parametrize("case", ["rows", "rows, one rank late"])

@@ -25,6 +25,7 @@ import torch
 from distca.device.offload import Offload
 from distca.testing.ranks import run_ranks
 from tests.gpu.runs import keep_results, settings_line, train_on_gpus
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
 pytestmark = pytest.mark.gpu
@@ -74,14 +75,6 @@ def test_values_come_back_while_the_gpu_is_behind_the_host() -> None:
         assert is_ahead or not first, "but for the first time, when host memory is taken"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the runs that are compared bit by bit."""
-    made = tmp_path_factory.mktemp("offload")
-    run_ranks(2, _all, made, RUNS, gpus=True, timeout=200)
-    return made
-
-
 def _all(folder: Path, runs: dict[str, Settings]) -> None:
     for name, settings in runs.items():
         for mode, own in MODES.items():
@@ -90,15 +83,21 @@ def _all(folder: Path, runs: dict[str, Settings]) -> None:
             torch.cuda.empty_cache()
 
 
+def cases(folder: Path) -> dict[str, Case]:
+    """The runs that are compared bit by bit."""
+    return {name: Case(2, _all, (folder, {name: settings})) for name, settings in RUNS.items()}
+
+
 def _both(folder: Path, name: str, key: str) -> list[dict[int, float]]:
     """A figure of every step, without and with host memory."""
     return [steps_of(folder / f"{name} {mode}", key) for mode in MODES]
 
 
-@pytest.mark.parametrize("name", ["two ranks", "tp2"])
-def test_losses_and_gradients_are_equal_bit_by_bit(folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_and_gradients_are_equal_bit_by_bit(starts: Starts, name: str) -> None:
+    starts.result(name)
     for key in ("loss", "grad_norm"):
-        without, offload = _both(folder, name, key)
+        without, offload = _both(starts.folder, name, key)
         logger.info("%s, %s: %s, %s", name, key, list(without.values()), list(offload.values()))
         assert without == offload and len(without) == 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,10 +14,11 @@ import torch
 import distca
 from tests.gpu.starts import Case, Starts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 
 SHAPE = {"num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "num_query_groups": 2}
 STEPS = 4
+SEED = 1234
 
 
 def _losses(ahead: bool, dtype: torch.dtype = torch.bfloat16) -> list[float]:
@@ -25,9 +27,10 @@ def _losses(ahead: bool, dtype: torch.dtype = torch.bfloat16) -> list[float]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from examples import own_training_loop as example
+    from megatron_patches.ranks.groups import initialize_model_parallel
     from megatron_patches.training.training_step import sum_over_ranks
 
-    _initialize()
+    initialize_model_parallel(1, 1, SEED)
     with patch.object(distca, "CAD", partial(distca.CAD, deterministic=True)):
         cad, model = example.build(example.config_of(1, 1, dtype, **SHAPE))
     on_gpu = dtype == torch.bfloat16
@@ -50,17 +53,6 @@ def _losses(ahead: bool, dtype: torch.dtype = torch.bfloat16) -> list[float]:
     return found
 
 
-def _initialize() -> None:
-    """Megatron's groups, once in a process, and the same weights each time."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    torch.manual_seed(1234)
-    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-
-
 def _both() -> list[list[float]]:
     """Losses of steps that are planned one by one, and ahead."""
     return [_losses(ahead) for ahead in (False, True)]
@@ -68,7 +60,7 @@ def _both() -> list[list[float]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_planned_ahead_are_those_planned_one_by_one(ranks: int, starts: Starts) -> None:
-    one_by_one, ahead = zip(*starts.result(f"{ranks} ranks", str(ranks), ranks, _cases(ranks)), strict=True)
+    one_by_one, ahead = zip(*starts.result(str(ranks)), strict=True)
     assert ahead == one_by_one
     assert len(set(ahead[0])) == 2 * STEPS, "the weights stay as they are"
 
@@ -77,8 +69,9 @@ def _copied_for_the_callers_stream() -> bool:
     """Whether a stream of the caller's reads the rows that were planned, while the device's own stream is busy."""
     warnings.filterwarnings("ignore")
     from examples import own_training_loop as example
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
-    _initialize()
+    initialize_model_parallel(1, 1, SEED)
     cad = distca.CAD(example.config_of(1, 1, torch.bfloat16, **SHAPE), tokens_per_rank=example.TOKENS_PER_RANK)
     (documents,) = example.documents(1, cad.options.ranks)
     cad.plan_step(documents)
@@ -91,13 +84,10 @@ def _copied_for_the_callers_stream() -> bool:
     return torch.equal(read, rows)
 
 
-def _cases(ranks: int) -> dict[str, Case]:
-    cases: dict[str, Case] = {str(ranks): (_both,)}
-    if ranks == 1:
-        cases[test_rows_are_copied_for_the_callers_stream.__name__] = (_copied_for_the_callers_stream,)
-    return cases
+def cases(_: Path) -> dict[str, Case]:
+    rows = test_rows_are_copied_for_the_callers_stream.__name__
+    return {"1": Case(1, _both), "2": Case(2, _both), rows: Case(1, _copied_for_the_callers_stream)}
 
 
 def test_rows_are_copied_for_the_callers_stream(starts: Starts) -> None:
-    name = test_rows_are_copied_for_the_callers_stream.__name__
-    assert all(starts.result("1 ranks", name, 1, _cases(1)))
+    assert all(starts.result(test_rows_are_copied_for_the_callers_stream.__name__))

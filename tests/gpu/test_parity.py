@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_patches.versions import has_gated_delta_net
-
-pytestmark = pytest.mark.timeout(900)
+from tests.gpu.starts import Case
 
 NAMES = ["all_modes", "edge_cases", "model_cases", "kind_cases"]
 LATENT = pytest.param(
@@ -16,12 +15,7 @@ LATENT = pytest.param(
     marks=pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19"),
 )
 LAYOUTS = [(1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (4, 1, 2), (4, 2, 0)]
-STARTS = {
-    "one rank": LAYOUTS[:1],
-    "two ranks": LAYOUTS[1:3],
-    "four ranks": LAYOUTS[3:5],
-    "four ranks, TP": LAYOUTS[5:],
-}
+"""Ranks, TP and ranks of a node, or 0 for one node."""
 
 
 def _ratios(tp, name, per_node):
@@ -34,18 +28,19 @@ def _ratios(tp, name, per_node):
     return list(zip(cases, figures, strict=True)), suite.BFLOAT16_RATIO
 
 
-def _cases(start):
-    names = [*NAMES, *(["latent_cases"] if has_gated_delta_net() else [])]
-    layouts = [(f"{ranks}-{tp}-{per_node}", tp, per_node) for ranks, tp, per_node in STARTS[start]]
-    return {f"{layout}-{name}": (_ratios, tp, name, per_node) for layout, tp, per_node in layouts for name in names}
+def cases(_):
+    return {
+        f"{ranks}-{tp}-{per_node}-{name}": Case(
+            ranks, _ratios, (tp, name, per_node), world="TP" if (ranks, tp) == (4, 2) else "", limit_s=600
+        )
+        for name in [*NAMES, "latent_cases"]
+        for ranks, tp, per_node in LAYOUTS
+    }
 
 
 @pytest.mark.parametrize("name", [*NAMES, LATENT])
 @pytest.mark.parametrize("ranks,tp,per_node", LAYOUTS)
-def test_no_farther_from_float64_than_stock(starts, request, ranks, tp, per_node, name):
-    for start, ((ranks_of_start, *_), *_) in STARTS.items():
-        starts.begin(start, ranks_of_start, _cases(start))
-    start = next(start for start, layouts in STARTS.items() if (ranks, tp, per_node) in layouts)
-    results, ratio = starts.result(start, request.node.callspec.id, ranks, _cases(start))[0]
+def test_no_farther_from_float64_than_stock(starts, ranks, tp, per_node, name):
+    results, ratio = starts.result(f"{ranks}-{tp}-{per_node}-{name}")[0]
     for case, figures in results:
         assert max(figures.values()) <= ratio, (case, figures)

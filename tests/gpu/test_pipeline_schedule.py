@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.gpu.runs import train_on_gpus
-from tests.gpu.starts import Starts
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import steps_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 
 MODES = {
     "1f1b": {"cad.enabled": "false"},
@@ -23,16 +23,8 @@ MODES = {
     "recompute-mlp": {"train.recompute": "mlp"},
     "recompute-all": {"train.recompute": "all"},
 }
-
-
-LAYOUTS = {(2, 1): [2], (4, 1): [4, 2], (4, 2): [2]}
-"""Stages, by ranks and TP; each line is one start."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs."""
-    return tmp_path_factory.mktemp("stages")
+LAYOUTS = [(2, 1, 2), (4, 1, 4), (4, 1, 2), (4, 2, 2)]
+"""Ranks, TP and stages."""
 
 
 def _runs(folder: Path, tp: int, pp: int) -> list[dict[str, Any]]:
@@ -40,12 +32,18 @@ def _runs(folder: Path, tp: int, pp: int) -> list[dict[str, Any]]:
     return [{"name": name} | common | mode for name, mode in MODES.items()]
 
 
-@pytest.mark.parametrize("ranks,tp,pp", [(*start, pp) for start, stages in LAYOUTS.items() for pp in stages])
-def test_ticks_train_as_1f1b_does(ranks: int, tp: int, pp: int, folder: Path, starts: Starts) -> None:
-    names = {stages: f"{ranks}-{tp}-{stages}" for stages in LAYOUTS[ranks, tp]}
-    cases = {name: (train_on_gpus, _runs(folder / name, tp, stages)) for stages, name in names.items()}
-    starts.result(f"{ranks} ranks, TP {tp}", names[pp], ranks, cases)
-    found = folder / names[pp]
+def cases(folder: Path) -> dict[str, Case]:
+    made: dict[str, Case] = {}
+    for ranks, tp, pp in LAYOUTS:
+        name = f"{ranks}-{tp}-{pp}"
+        made[name] = Case(ranks, train_on_gpus, (_runs(folder / name, tp, pp),), world="TP" if tp > 1 else "")
+    return made
+
+
+@pytest.mark.parametrize("ranks,tp,pp", LAYOUTS)
+def test_ticks_train_as_1f1b_does(ranks: int, tp: int, pp: int, starts: Starts) -> None:
+    starts.result(f"{ranks}-{tp}-{pp}")
+    found = starts.folder / f"{ranks}-{tp}-{pp}"
     losses, norms = (steps_of(found / "1f1b", key) for key in ("loss", "grad_norm"))
     assert list(losses) == [1, 2, 3, 4]
     for name in MODES.keys() - {"1f1b"}:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from distca.recurrent import CoreRows, Recurrence, choose_recurrent_kernel
 from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check, drawn_rows
-from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
 from distca.testing.reference_recurrence import in_pieces, spans_of
 from megatron_patches.versions import has_gated_delta_net
+from tests.gpu.starts import Case, Starts
 
 pytest.importorskip("fla", reason="needs fla-core")
 
@@ -81,10 +81,15 @@ def _errors(device: torch.device | None = None, dtype: torch.dtype = torch.bfloa
     return block.block_disaggregated(case, dtype, device, "auto", full).error(exact)
 
 
+def cases(_: Path) -> dict[str, Case]:
+    # Each rank looks for its kernels' fastest shapes, which takes a minute or more.
+    name = test_two_ranks_are_no_further_from_float64_than_one.__name__
+    return {f"{name}: {ranks}": Case(ranks, _errors, limit_s=600) for ranks in (1, 2)}
+
+
 @pytest.mark.gpu
-@pytest.mark.timeout(500)
 @pytest.mark.skipif(not has_gated_delta_net(), reason="Gated delta nets are served with Megatron-Core 0.19")
-def test_two_ranks_are_no_further_from_float64_than_one() -> None:
-    with ThreadPoolExecutor() as pool:  # each rank looks for its kernels' fastest shapes, which takes a minute or more
-        (one,), (two, _) = pool.map(lambda ranks: run_ranks(ranks, _errors, timeout=400, gpus=True), (1, 2))
+def test_two_ranks_are_no_further_from_float64_than_one(starts: Starts) -> None:
+    name = test_two_ranks_are_no_further_from_float64_than_one.__name__
+    (one,), (two, _) = (starts.result(f"{name}: {ranks}") for ranks in (1, 2))
     assert one and all(0 < two[name] <= NO_FURTHER * error for name, error in one.items()), (one, two)

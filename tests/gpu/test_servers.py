@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from benchmarks.server_kills_pool import Setup
 from distca.testing.ranks import run_ranks
 from megatron_patches.versions import has_gated_delta_net
 from tests.gpu.runs import settings_line
+from tests.gpu.starts import Case, Starts
 from tests.train.small_runs import ROOT, steps_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -35,8 +35,6 @@ CASES: dict[str, tuple[int, int, dict[str, Any], float]] = {
     "2 + 2, TP, one GPU for both servers": (2, 2, {"parallel.tp": 2}, 2e-3),
 }
 """Homes, servers, settings, and how far losses may be apart: bfloat16 rounds sums of gradients in another order."""
-AT_ONCE = 3
-"""Cases; most of their time they start."""
 
 
 def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str, Any], per_gpu: int = 1) -> Path:
@@ -47,8 +45,8 @@ def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str
     if servers:
         variables |= {"SERVERS": str(servers), "SERVERS_PER_GPU": str(per_gpu)}
     command = ["bash", str(ROOT / "pretrain_llama.sh"), *settings_line(own)]
-    # The launcher takes DISTCA_RESULTS, which other tests read, for a misspelt setting.
-    others = {name: value for name, value in os.environ.items() if name != "DISTCA_RESULTS"}
+    # The launcher takes what other tests read for misspelt settings.
+    others = {name: value for name, value in os.environ.items() if not name.startswith("DISTCA_")}
     done = subprocess.run(command, env=others | variables, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     return output / name
@@ -77,25 +75,20 @@ def _both(folder: Path, case: str) -> tuple[Path, Path]:
         return alone.result(), together
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """Of the cases whose tests are to run, some at a time."""
-    selected = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {
-            case: pool.submit(_both, tmp_path_factory.mktemp("servers"), case)
-            for case in CASES
-            if case in selected and _why_not(case) is None
-        }
+def cases(folder: Path) -> dict[str, Case]:
+    return {
+        case: Case(1, _both, (folder / str(number), case), "launches", limit_s=500, launches=2 * homes + servers)
+        for number, (case, (homes, servers, *_)) in enumerate(CASES.items())
+        if _why_not(case) is None
+    }
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_homes_alone(runs: dict[str, Future[tuple[Path, Path]]], case: str) -> None:
+def test_losses_are_those_of_homes_alone(starts: Starts, case: str) -> None:
     if reason := _why_not(case):
         pytest.skip(reason)
     homes, _, _, apart = CASES[case]
-    alone, together = runs[case].result()
+    ((alone, together),) = starts.result(case)
     expected = steps_of(alone)
     assert steps_of(together) == pytest.approx(expected, rel=apart)
     assert steps_of(together, "grad_norm") == pytest.approx(steps_of(alone, "grad_norm"), rel=20 * apart)
@@ -118,5 +111,5 @@ def test_attention_is_levelled_to_what_speeds_allow() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     setup = server_speeds.Setup(ranks=2, gpus=True, steps=6, seed=1234)
-    measured = run_ranks(2, server_speeds.measure, setup, timeout=140, gpus=True)[0]
+    measured = run_ranks(2, server_speeds.measure, setup, timeout=240, gpus=True)[0]
     assert not server_speeds.missed(server_speeds.compared(setup, measured), gpus=True)

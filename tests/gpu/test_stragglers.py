@@ -137,7 +137,7 @@ def _on_gpus(output: Path) -> tuple[Watched, Watched]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, Watched]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    healthy, slow = run_ranks(2, _on_gpus, tmp_path_factory.mktemp("runs"), timeout=110, gpus=True)[0]
+    healthy, slow = run_ranks(2, _on_gpus, tmp_path_factory.mktemp("runs"), timeout=240, gpus=True)[0]
     found = {"healthy": asdict(healthy), "rank_1_slowed": asdict(slow)}
     keep_results("stragglers", 2, {"settings": settings_line(SETTINGS), "slowed_by": SLOWED_BY} | found)
     return healthy, slow

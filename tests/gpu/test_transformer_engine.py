@@ -24,7 +24,6 @@ from tests.train.small_runs import steps_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(why_not_supported() is not None, reason=str(why_not_supported())),
 ]
 
@@ -51,8 +50,7 @@ class Found:
 
 @pytest.fixture(params=["tp1", "tp2"])
 def found(request: pytest.FixtureRequest, starts: Starts) -> Found:
-    cases: dict[str, Case] = {"tp1": (_measured, 1), "tp2": (_measured, 2)}
-    result: Found = starts.result("measured", request.param, 2, cases)[0]
+    result: Found = starts.result(request.param)[0]
     return result
 
 
@@ -156,28 +154,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "blockwise all": {"train.fp8": "blockwise", "train.recompute": "all"},
     "blockwise packed": {"train.fp8": "blockwise", "cad.enabled": "false"},
 }
-
-
 LAYOUTS = [(1, 1), (2, 1), (1, 2)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs."""
-    return tmp_path_factory.mktemp("transformer_engine")
-
-
-def _runs(folder: Path, tp: int, pp: int) -> list[dict[str, Any]]:
-    common = {"output": folder, "parallel.tp": tp, "parallel.pp": pp, "train.micro_batches": 2}
-    return [{"name": name} | common | own for name, own in RUNS.items()]
+def cases(folder: Path) -> dict[str, Case]:
+    made = {"tp1": Case(2, _measured, (1,), limit_s=600), "tp2": Case(2, _measured, (2,), limit_s=600)}
+    for tp, pp in LAYOUTS:
+        common = {"output": folder / f"{tp}-{pp}", "parallel.tp": tp, "parallel.pp": pp, "train.micro_batches": 2}
+        for name, own in RUNS.items():
+            made[f"{tp}-{pp}: {name}"] = Case(2, train_on_gpus, ([{"name": name} | common | own],))
+    return made
 
 
 @pytest.mark.parametrize("tp,pp", LAYOUTS)
-def test_runs(tp: int, pp: int, folder: Path, starts: Starts) -> None:
-    layouts = {f"{tp}-{pp}": (tp, pp) for tp, pp in LAYOUTS}
-    cases = {name: (train_on_gpus, _runs(folder / name, *layout)) for name, layout in layouts.items()}
-    starts.result("runs", f"{tp}-{pp}", 2, cases)
-    runs = folder / f"{tp}-{pp}"
+def test_runs(tp: int, pp: int, starts: Starts) -> None:
+    for name in RUNS:
+        starts.result(f"{tp}-{pp}: {name}")
+    runs = starts.folder / f"{tp}-{pp}"
     losses, norms = (steps_of(runs / "local", key) for key in ("loss", "grad_norm"))
     assert list(losses) == [1, 2, 3, 4]
     for name in RUNS.keys() - {"local"}:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from distca.testing.ranks import run_ranks
 from distca.transport import Part, choose_transport
 from distca.transport.select import why_not_nvshmem
+from tests.gpu.starts import Case
 from tests.transport.two_hops import WIDTH, count_wrong, moves_of
 
 ROWS = 1 << 18  # 128 MiB in each hop
@@ -50,8 +51,12 @@ def _exchange_ms(transport, source, moves, cycles: int) -> dict[str, float]:
     return {"waited": computed.elapsed_time(joined), "computed": started.elapsed_time(computed), "host": host}
 
 
-def test_two_hops_over_nccl_are_right() -> None:
-    assert run_ranks(2, _wrong, "nccl", timeout=300, gpus=True) == [0, 0]
+def cases(_):
+    return {"test_two_hops_over_nccl_are_right": Case(2, _wrong, ("nccl",))}
+
+
+def test_two_hops_over_nccl_are_right(starts) -> None:
+    assert starts.result("test_two_hops_over_nccl_are_right") == [0, 0]
 
 
 @pytest.mark.alone
