@@ -6,18 +6,23 @@ A checkpoint can be loaded with other numbers of tensor-parallel, pipeline and d
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.metadata import Metadata
 
-from distca.errors import VersionError
+from distca.cluster.agreement import on_all_ranks
+from distca.errors import ConfigError, VersionError
 from megatron_patches.checkpoint.adam_state import inner_adams, set_step
 from megatron_patches.checkpoint.optimizer_state import (
     distributed_parts,
@@ -68,6 +73,8 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     Raises:
         VersionError: the checkpoint needs a newer Megatron-Core.
         UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
+        ConfigError: the model has other tensors than the one that was saved. Ranks whose tensors are alike raise
+            SupportError.
     """
     _check_readable(path)
     _allocate_state(optimizer.optimizer)
@@ -89,9 +96,28 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
 
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     with readable():
-        check_small_files(path)  # torch would log long traces for a damaged file
+        metadata = check_small_files(path)  # torch would log long traces for a damaged file
+        on_all_ranks(partial(_check_shapes, sharded["model"], metadata, path))
         state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
         return state
+
+
+def _check_shapes(model: dict[str, Any], metadata: Metadata, path: Path) -> None:
+    """Compares shapes in a model's ``sharded_state_dict`` and a checkpoint. Megatron's error would seem to be damage.
+
+    Raises:
+        ConfigError: a tensor's shape differs, or the checkpoint does not have the tensor.
+    """
+    for tensor in nested_values(model):
+        if not isinstance(tensor, ShardedTensor) or tensor.allow_shape_mismatch:
+            continue
+        saved = getattr(metadata.state_dict_metadata.get(tensor.key), "size", None)
+        if saved is None or tuple(saved) != tuple(tensor.global_shape):
+            has = f"shape {list(saved)}" if saved is not None else "no such tensor"
+            raise ConfigError(
+                f"{path} does not fit this run: it has {has} for {tensor.key}, and the model needs shape "
+                f"{list(tensor.global_shape)}. Restore the model's settings, or start without checkpoint.resume."
+            )
 
 
 def _check_readable(path: Path) -> None:

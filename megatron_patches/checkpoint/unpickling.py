@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_patches.checkpoint.metadata_file import check_files, forget_metadata, read_metadata
 
@@ -32,18 +33,20 @@ class UnreadableError(Exception):
     """A checkpoint cannot be read. The message gives the reason without the folder's name."""
 
 
-def check_small_files(checkpoint: Path) -> None:
-    """Reads a checkpoint's ``.metadata``, and its common.pt and metadata.json if present.
+def check_small_files(checkpoint: Path) -> Metadata:
+    """Reads a checkpoint's ``.metadata``, which is returned, and its common.pt and metadata.json if present.
 
     The files that ``.metadata`` describes must be there and large enough; they are not read.
 
     Raises:
         pickle.UnpicklingError: a file cannot be read, names functions to run, or does not fit ``.metadata``.
     """
-    check_files(checkpoint, _read(checkpoint / ".metadata", read_metadata))
+    metadata = _read(checkpoint / ".metadata", read_metadata)
+    check_files(checkpoint, metadata)
     for name, read in (("common.pt", _load_tensors), ("metadata.json", _load_format)):
         if os.path.lexists(checkpoint / name):  # newer versions of Megatron do not write common.pt
             _read(checkpoint / name, read)
+    return metadata
 
 
 def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:

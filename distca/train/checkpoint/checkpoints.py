@@ -72,6 +72,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: it is not what was saved, or is more than data, of which nothing was run.
+        ConfigError: it is that of a model with other tensors, although its notes fit.
     """
     from megatron_patches.checkpoint.save_load import load_checkpoint
     from megatron_patches.checkpoint.unpickling import UnreadableError

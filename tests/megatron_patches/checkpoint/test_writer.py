@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+from distca.errors import ConfigError
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
 from tests.train.small_runs import StepByStep, arguments, write_texts
@@ -40,6 +42,10 @@ def _save(line: list[str], folder: Path) -> tuple[list[int], int]:
     save_checkpoint(folder, run.trainer.model, run.trainer.optimizer, {"step": 1})
     assert load_checkpoint(folder, run.trainer.model, run.trainer.optimizer)["step"] == 1
     run.close()
+    other = StepByStep(parse_run_config([*line, "--model.layers", "2"]))
+    with pytest.raises(ConfigError, match=r"saved does not fit this run: it has shape \[4, .* for decoder\.layers\."):
+        load_checkpoint(folder, other.trainer.model, other.trainer.optimizer)
+    other.close()
     return [file.stat().st_size for file in sorted(folder.glob("*.distcp"))], dist.get_rank()
 
 
