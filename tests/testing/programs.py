@@ -17,7 +17,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,6 +61,9 @@ class Program:
         words = [str(word) for word in args[1:]]
         variables = dict(os.environ if env is None else env)
         self._process = forked(target or run_program, words, variables, str(cwd or Path.cwd()), *streams)
+        # The exit code comes through a pipe. Of two threads that ask at once, one would find the pipe's end: code 255.
+        # A signal's handler may ask amid a question of its own thread.
+        self._asking = threading.RLock()
         self.args, self.pid = args, self._process.pid
         assert self.pid is not None
         for stream in streams:
@@ -68,16 +71,18 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        with self._asking:
+            return self._process.exitcode
 
     def poll(self) -> int | None:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self.returncode is None:
+        wait([self._process.sentinel], timeout)
+        code = self.returncode
+        if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self.returncode
+        return code
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
@@ -109,7 +114,7 @@ def run(*words: str, cwd: Path = ROOT, timeout: float = 180.0, **variables: str)
             program.wait(timeout)
         except subprocess.TimeoutExpired:
             program.terminate()  # torchrun ends its ranks
-            program._process.join(30)
+            wait([program._process.sentinel], 30)
             program.kill()
             raise
         said = []

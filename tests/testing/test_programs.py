@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,20 @@ def test_a_program_ends_and_speaks_as_one_that_is_started(tmp_path: Path, name: 
     assert forked.returncode == real.returncode == code
     assert forked.stdout == real.stdout
     assert forked.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
+
+
+def test_two_threads_may_wait_for_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "program.py").write_text("import sys; sys.exit(7)")
+    read = forkserver.read_signed
+
+    def later(pipe: int) -> int:
+        time.sleep(0.2)
+        return read(pipe)
+
+    monkeypatch.setattr(forkserver, "read_signed", later)
+    program = programs.Program([sys.executable, "program.py"], cwd=tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        assert [each.result() for each in [threads.submit(program.wait) for _ in range(2)]] == [7, 7]
 
 
 def test_torchrun_ends_all_ranks_with_one_that_fails(tmp_path: Path) -> None:
