@@ -116,9 +116,7 @@ def _started_before(
             "cannot get more after the start. Exchanges that do not fit %s. Set the larger size before NVSHMEM starts.",
             *(has_gb, buffer_gb, f"go by {fallback.name}" if fallback else "are refused"),
         )
-    transport.use_fallback(fallback)
-    transport.waits_at_once = waits_at_once
-    return transport
+    return transport.for_another(fallback, waits_at_once)
 
 
 def why_not_nvshmem() -> str | None:

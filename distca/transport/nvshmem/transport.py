@@ -11,6 +11,7 @@ Gradients take these hops in reverse. All hops are numbered 1, 2, 3 and so on in
 from __future__ import annotations
 
 import logging
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -100,6 +101,13 @@ class OneSidedTransport:
         second = Landing(place.number, place.reuses, hops.second, begins[last:])
         beside = self._fabric.beside(partial(self._hand_on, handed_on, second, tokens))
         return OneSidedHandle(self, (others, second), tokens, beside, self._keep(parts, tokens[0]))
+
+    def for_another(self, fallback: Transport | None, waits_at_once: bool) -> OneSidedTransport:
+        """Returns a transport for another user of the same memory; exchanges of both are numbered together."""
+        other = copy(self)
+        other.waits_at_once = waits_at_once
+        other.use_fallback(fallback)
+        return other
 
     def use_fallback(self, fallback: Transport | None) -> None:
         """Replaces the fallback transport, and sets ``fallback_exchanges`` to 0."""

@@ -41,21 +41,23 @@ def _parts(moves, seed, rank):
     return tuple(parts)
 
 
-def _compare(capacity, seeds, fallback=None, at_once=False):
+def _compare(capacity, seeds, fallback=None, at_once=False, shared=False):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     fabric = HostFabric(capacity)
     collective = CollectiveTransport(dist.group.WORLD)
     one_sided = OneSidedTransport(fabric, "host", None if fallback is None else _Counted(collective, fallback))
+    other = one_sided.for_another(collective, True) if shared else one_sided
     one_sided.waits_at_once = at_once
     pending, differing = [], 0
     for number, moves in enumerate(_exchanges(rank, ranks, seeds)):
         expected, parts = (_parts(moves, number, rank) for _ in range(2))
         collective.launch(expected).wait()
-        pending.append((one_sided.launch(parts), parts, expected))
+        pending.append(((one_sided, other)[number % 2].launch(parts), parts, expected))
         # Two exchanges are under way at a time, as in the ping-pong order, or one.
         if len(pending) == 2 - at_once:
             differing += _finish(*pending.pop(0))
     differing += sum(_finish(*each) for each in pending)
+    assert not shared or (other.waits_at_once and not one_sided.waits_at_once and one_sided.fallback_exchanges == 0)
     return differing
 
 
@@ -72,6 +74,10 @@ def test_the_same_rows_as_by_all_to_all(ranks):
 
 def test_the_same_rows_where_each_exchange_is_waited_for_at_once():
     assert run_ranks(2, _compare, 30000, 60, None, True) == [0] * 2
+
+
+def test_two_users_of_the_same_memory_may_differ_in_fallback_and_waits():
+    assert run_ranks(2, _compare, 30000, 60, None, False, True) == [0] * 2
 
 
 class _Counted:
