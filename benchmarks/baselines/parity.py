@@ -70,7 +70,7 @@ def _run(
     model.zero_grad_buffer()
     total, tokens = sum_over_ranks(run_schedule(model, _batches(each, cad, groups), summed_loss_step), device)
     gradients = {name: gather_shares(name, p.main_grad, weights[name].shape) for name, p in gpt.named_parameters()}
-    return Outcome((total / tokens).item(), gradients, [])
+    return Outcome((total / tokens).item(), gradients)
 
 
 def _batches(each: BaselineCase, cad: CAD, groups: CpGroups) -> tuple[Batch, ...]:

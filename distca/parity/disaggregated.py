@@ -7,16 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from distca.cad_options import KernelName
-from distca.data.batch import rank_batch
 from distca.parity.cases import ParityCase, case_documents, config_of
-from distca.parity.outcome import Outcome, sums_per_document
+from distca.parity.outcome import Outcome
 from distca.plan import Direction, Layout, Plan
 from distca.testing.plans import random_plan
 from megatron_patches.api import CAD
@@ -28,7 +25,7 @@ from megatron_patches.model.whole_parameters import (
     load_full_weights,
     names_in_whole,
 )
-from megatron_patches.ranks.groups import initialize_model_parallel, server_pool_group
+from megatron_patches.ranks.groups import initialize_model_parallel
 from megatron_patches.steps.device_batch import Batch
 from megatron_patches.te.choice import Linears
 from megatron_patches.training.training_step import (
@@ -91,7 +88,7 @@ def outcome_of(
     """
     total, tokens = sum_over_ranks(reports, cad.device)
     gradients = gather_gradients(model, _names(case, cad, model), weights)
-    return Outcome((total / tokens).item(), gradients, [])
+    return Outcome((total / tokens).item(), gradients)
 
 
 def load_weights(case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str, torch.Tensor]) -> None:
@@ -108,24 +105,6 @@ def whole_weights(
     names = _names(case, cad, model)
     parts = {names[name]: weight for name, weight in model.named_parameters()}
     return gather_whole(parts, weights, divisions_of(model))
-
-
-def document_losses(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: KernelName, weights: dict[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Per micro-batch, [documents] summed loss of each document, by the disaggregated model over all ranks, which has
-    one stage."""
-    cad, model = attached(case, dtype, device, kernel, weights)
-    step, first = cad.plan_step(case_documents(case)), np.cumsum([0, *map(len, case.micro_batches)])
-    results = torch.zeros(int(first[-1]), dtype=torch.float64, device=device)
-    for batch, layouts, drawn in zip(step.batches, step.plan.layouts, step.plan.drawn, strict=True):
-        owner = [np.full(case.micro_batches[m][d], first[m] + d) for m, d in drawn.tolist()]
-        rows = rank_batch(owner, layouts, cad.rank, align=cad.options.align, chunks=cad.options.shares)
-        with torch.no_grad():
-            losses = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels) * batch.loss_mask
-        results += sums_per_document(losses.flatten(), rows.tokens, len(results))
-    dist.all_reduce(results, group=server_pool_group())
-    return list(results.split([len(each) for each in case.micro_batches]))
 
 
 def attached(

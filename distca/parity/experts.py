@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -154,7 +153,7 @@ def _unmodified(
         router.register_forward_hook(partial(counting, number))
     outcome = unmodified_outcome(case, model, device, micro_batches)
     move_biases(model, case.config.get("moe_router_bias_update_rate", 0.0))
-    return replace(outcome, document_losses=[]), biases_of(model), {n: load.cpu() for n, load in loads.items()}
+    return outcome, biases_of(model), {n: load.cpu() for n, load in loads.items()}
 
 
 def _routers(model: GPTModel) -> dict[int, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from distca.testing.reference_attention import relative_error
@@ -17,12 +16,10 @@ class Outcome:
     Attributes:
         loss: mean loss over target tokens.
         gradients: full gradient of every parameter, float64 on the CPU.
-        document_losses: per micro-batch, [documents] summed loss of each document.
     """
 
     loss: float
     gradients: dict[str, torch.Tensor]
-    document_losses: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,3 @@ def difference(candidate: Outcome, reference: Outcome) -> Difference:
     worst = max(errors, key=errors.__getitem__)
     losses = (torch.tensor(each.loss, dtype=torch.float64) for each in (candidate, reference))
     return Difference(relative_error(*losses), errors[worst], worst)
-
-
-def sums_per_document(losses: torch.Tensor, owner: np.ndarray, documents: int) -> torch.Tensor:
-    """Sum each document's token losses in float64, where the order of a few additions does not show."""
-    total = torch.zeros(documents, dtype=torch.float64, device=losses.device)
-    return total.index_add_(0, torch.from_numpy(owner).to(losses.device), losses.double())

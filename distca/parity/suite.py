@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from distca.parity import block, disaggregated, hybrid, outcome, unmodified
+from distca.parity import block, disaggregated, outcome, unmodified
 from distca.parity.cases import LENGTHS, ParityCase, ParityShape, Recompute
 from distca.parity.latent_cases import latent_cases as latent_cases
 
@@ -53,16 +53,6 @@ def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[P
         ParityCase(micro_batches=lengths, tp=tp, ping_pong=ping_pong, backward=backward, recompute=recompute)
         for ping_pong, backward, recompute in modes
     ]
-
-
-def paired_modes(tp: int) -> list[ParityCase]:
-    """The cases of :func:`all_modes` in which every two settings meet with all their values that meet there."""
-    cases = all_modes(tp)
-    return [case for case in cases if case.recompute == MLP or _odd(case)]
-
-
-def _odd(case: ParityCase) -> bool:
-    return (case.ping_pong + (case.backward == "resend") + (case.recompute == "all")) % 2 == 1
 
 
 def model_cases(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
@@ -138,16 +128,11 @@ def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = N
 
 def float32_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
     """Loss and worst parameter gradient of the whole training path, relative to unmodified Megatron-Core in float32."""
-    return _differences(cases, device, torch.float32)
+    return differences(cases, device, torch.float32)
 
 
-def float64_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
-    """The same in float64, with Megatron's casts to float32 lifted."""
-    with hybrid.float32_casts_lifted():
-        return _differences(cases, device, torch.float64)
-
-
-def _differences(cases: Sequence[ParityCase], device: torch.device, dtype: torch.dtype) -> list[Errors]:
+def differences(cases: Sequence[ParityCase], device: torch.device, dtype: torch.dtype) -> list[Errors]:
+    """The same in another type."""
     references = [unmodified.run_unmodified(case, dtype, device) for case in cases]
     results = []
     for case, (reference, weights) in zip(cases, references, strict=True):

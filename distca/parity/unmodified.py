@@ -25,7 +25,7 @@ from distca.data.batch import rank_batch
 from distca.parity import hybrid
 from distca.parity.cases import ParityCase, case_documents, config_of
 from distca.parity.latent import latent_layer
-from distca.parity.outcome import Outcome, sums_per_document
+from distca.parity.outcome import Outcome
 from distca.parity.plain_model import PlainModel
 from distca.plan import lay_out
 from megatron_patches.experts.layer import add_biases
@@ -64,12 +64,11 @@ def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:
     """Returns the outcome of :class:`PlainModel` with a model's weights."""
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     plain = PlainModel(weights, model.config, case.options, case.shape, case.rotary_percent)
-    per_document = [[plain.losses(torch.from_numpy(ids)) for ids in documents] for documents in case_documents(case)]
-    sums = [torch.stack([losses.sum() for losses in documents]) for documents in per_document]
-    total, tokens = torch.stack([each.sum() for each in sums]).sum(), sum(len(x) for each in per_document for x in each)
+    losses = [plain.losses(torch.from_numpy(ids)) for documents in case_documents(case) for ids in documents]
+    total, tokens = torch.stack([each.sum() for each in losses]).sum(), sum(map(len, losses))
     (total / tokens).backward()
     gradients = {name: weight.grad.double() for name, weight in weights.items() if weight.grad is not None}
-    return Outcome(total.item() / tokens, gradients, [each.detach().double() for each in sums])
+    return Outcome(total.item() / tokens, gradients)
 
 
 def unmodified_outcome(
@@ -77,28 +76,25 @@ def unmodified_outcome(
 ) -> Outcome:
     """Returns the outcome of a model from :func:`unmodified_model`, which this rank computes alone, also inside of
     Megatron's DDP. It is of the case's documents, or of other micro-batches."""
-    total, tokens, per_document = 0.0, 0, []
+    total, tokens = 0.0, 0
     for documents in filter(len, micro_batches or case_documents(case)):  # dealt anew, one may be empty
         lengths = np.array([len(document) for document in documents])
         rows = rank_batch(documents, lay_out(lengths, 1), 0)
-        owner = np.repeat(np.arange(len(lengths)), lengths)
         ids, labels, mask, positions = (
             torch.from_numpy(x).to(device) for x in (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
         )
         each = [slice(stop - length, stop) for stop, length in zip(np.cumsum(lengths), lengths, strict=True)]
-        losses = torch.zeros(len(ids), dtype=torch.float64, device=device)
         for part in each if case.apart else [slice(len(ids))]:
             if not model.config.multi_latent_attention:  # which counts from 0 by itself, as documents are apart
                 model.rotary_pos_emb.set_positions(positions[part])
             hidden = hidden_scores(lengths, rows.positions, part).to(device)
             found = model(ids[None, part], None, hidden, labels=labels[None, part]).flatten() * mask[part]
             found.sum().backward()
-            losses[part] = found.detach().double()
-        total, tokens = total + losses.sum().item(), tokens + int(mask.sum())
-        per_document.append(sums_per_document(losses, owner, len(lengths)))
+            total += found.detach().double().sum().item()
+        tokens += int(mask.sum())
     held = {name: getattr(p, "main_grad", p.grad) for name, p in model.named_parameters()}
     gradients = {name: gradient.double().cpu() / tokens for name, gradient in held.items()}
-    return Outcome(total / tokens, gradients, [losses.cpu() for losses in per_document])
+    return Outcome(total / tokens, gradients)
 
 
 def unmodified_model(case: ParityCase, dtype: torch.dtype) -> GPTModel:

@@ -14,13 +14,13 @@ from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.timeline import Timeline
 from distca.testing.plans import random_plan
-from distca.testing.toy_layers import toy_layers
 from distca.transport import Part, select
 from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.intranode import CopyPolicy
 from distca.transport.nvshmem.symmetric_memory import NvshmemFabric
 from distca.transport.nvshmem.transport import OneSidedTransport
 from distca.transport.select import choose_transport
+from tests.runtime.toy_layers import toy_layers
 
 KINDS = [AttentionKind(1.0)]
 

@@ -36,10 +36,10 @@ def _on_four_ranks() -> list[tuple[Any, dict[str, float], float]]:
     with_experts = [case for case in stacks if case.config.get("num_moe_experts")]  # whose routers count in the model
     blocks = [*cases, *(case for case in stacks if case not in with_experts)]
     blocks.sort(key=lambda case: case.tp)  # groups of ranks are made once for all of a size
-    with hybrid.float32_casts_lifted():
-        exact = suite.float64_errors(blocks, CPU)
     stages = sorted(hybrid.hybrid_stage_cases(), key=lambda case: case.tp)
-    blocks, exact = blocks + stages, exact + suite.float64_differences(stages, CPU)
+    with hybrid.float32_casts_lifted():
+        exact = [*suite.float64_errors(blocks, CPU), *suite.differences(stages, CPU, torch.float64)]
+    blocks += stages
     compared = list(with_experts)
     trained = [replace(stacks[0], micro_batches=((13, 1, 9),))]
     found = suite.float32_differences(compared, CPU)

@@ -10,12 +10,12 @@ import torch
 
 from distca.parity.outcome import Difference, Outcome, difference
 
-REFERENCE = Outcome(2.0, {"first": torch.tensor([3.0, 4.0]).double(), "frozen": torch.zeros(2).double()}, [])
+REFERENCE = Outcome(2.0, {"first": torch.tensor([3.0, 4.0]).double(), "frozen": torch.zeros(2).double()})
 
 
 def test_a_difference_is_that_of_the_loss_and_of_the_worst_gradient() -> None:
     assert difference(REFERENCE, REFERENCE) == Difference(0.0, 0.0, "first")
-    other = Outcome(2.5, REFERENCE.gradients | {"first": torch.tensor([3.0, 4.5]).double()}, [])
+    other = Outcome(2.5, REFERENCE.gradients | {"first": torch.tensor([3.0, 4.5]).double()})
     assert difference(other, REFERENCE) == Difference(0.25, 0.1, "first")
 
 

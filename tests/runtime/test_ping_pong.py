@@ -25,9 +25,9 @@ from distca.simulate.streams import Streams
 from distca.testing.plans import random_plan
 from distca.testing.ranks import run_cases, run_ranks
 from distca.testing.reference_attention import relative_error
-from distca.testing.toy_layers import toy_layers
 from distca.transport import choose_transport
 from tests.attention.rounded_kernel import RoundedKernel
+from tests.runtime.toy_layers import toy_layers
 
 pytestmark = pytest.mark.slow
 

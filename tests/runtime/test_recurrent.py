@@ -33,11 +33,11 @@ from distca.simulate.streams import Streams
 from distca.testing.plans import random_plan
 from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
-from distca.testing.toy_layers import ToyLayer, toy_layers
-from distca.testing.toy_recurrent import ToyRecurrentLayer, toy_recurrent_layers
 from distca.transport import choose_transport
 from tests.plan.recurrent.cases import cut_anywhere, random_cuts
 from tests.recurrent.cases import RECURRENCES
+from tests.runtime.toy_layers import ToyLayer, toy_layers
+from tests.runtime.toy_recurrent import ToyRecurrentLayer, toy_recurrent_layers
 
 RANKS, WIDTH, PADDING, TOLERANCE = 4, 6, 2, 1e-12
 GATED_DELTA_NET, MAMBA = RECURRENCES.values()

@@ -2,10 +2,10 @@
 
 import torch.distributed as dist
 
-from distca.testing.host_fabric import HostFabric
 from distca.testing.ranks import run_ranks
 from distca.transport.collective import CollectiveTransport
 from distca.transport.nvshmem.transport import OneSidedTransport
+from tests.transport.nvshmem.host_fabric import HostFabric
 from tests.transport.two_hops import count_wrong
 
 

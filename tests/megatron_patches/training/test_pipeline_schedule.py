@@ -82,10 +82,10 @@ def _over_little_memory(capacities):
     use_cpu()
     from distca.parity import disaggregated, outcome, unmodified
     from distca.parity.cases import ParityCase
-    from distca.testing import host_fabric
     from distca.transport.collective import CollectiveTransport
     from distca.transport.nvshmem.transport import OneSidedTransport
     from megatron_patches import pool
+    from tests.transport.nvshmem import host_fabric
 
     case = ParityCase(micro_batches=MICRO_BATCHES[:3], pp=2)
     reference, weights = unmodified.run_unmodified(case, torch.float32, CPU)

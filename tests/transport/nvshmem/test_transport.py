@@ -8,12 +8,12 @@ import torch.distributed as dist
 from distca.errors import TransportError
 from distca.plan import AttentionKind, Links, Plan, Tasks, lay_out, route
 from distca.runtime.device_routes import ServerRoute
-from distca.testing.host_fabric import HostFabric
 from distca.testing.plans import random_plan
 from distca.testing.ranks import run_ranks
 from distca.transport import Part
 from distca.transport.collective import CollectiveTransport
 from distca.transport.nvshmem.transport import OneSidedTransport
+from tests.transport.nvshmem.host_fabric import HostFabric
 
 KINDS = [AttentionKind(1.0)]
 
