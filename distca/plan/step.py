@@ -20,6 +20,7 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.choice import Once, Price, cheaper, is_level_at_home, price_of
 from distca.plan.cost.model import Direction
+from distca.plan.cost.pool import PoolCost
 from distca.plan.layout import Layout
 from distca.plan.metrics import seconds_by_kind, traffic
 from distca.plan.options import PlanOptions
@@ -200,9 +201,25 @@ def plan_step(
         None if home is None else np.asarray(home, np.int64)
         for home in (homes if homes is not None else [None] * len(rows))
     )
-    scheduler = Once((options.scheduler or scheduler_of(options)) if options.disaggregate else at_home)
-    layouts = tuple(_laid_out(options, *each, scheduler) for each in zip(rows, places, strict=True))
+    scheduler, alone = _scheduler(options), _of_one_stage(options)
+    of_stage = scheduler if alone is options else _scheduler(alone)
+    layouts = tuple(_laid_out(alone, *each, of_stage) for each in zip(rows, places, strict=True))
     return StepPlan(options, rows, places, layouts, *plan_phases(layouts, options, scheduler), drawn=drawn)
+
+
+def _scheduler(options: PlanOptions) -> Once:
+    return Once((options.scheduler or scheduler_of(options)) if options.disaggregate else at_home)
+
+
+def _of_one_stage(options: PlanOptions) -> PlanOptions:
+    """Returns the options with which to place documents on the ranks of one stage.
+
+    All stages have the same placement. If their servers differ in speed, all count as the first sort of server."""
+    if options.stages == 1 or not isinstance(options.cost, PoolCost):
+        return options
+    linear = options.non_attention
+    linear = None if linear is None else replace(linear, factors=())
+    return replace(options, cost=options.cost.tables[0], non_attention=linear)
 
 
 def _laid_out(

@@ -4,6 +4,7 @@ plans, and how level they are."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
@@ -27,6 +28,7 @@ from distca.plan import (
 from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.model import Direction
+from distca.plan.cost.pool import at_speeds
 from distca.plan.metrics import traffic
 from distca.plan.plan import fingerprint
 
@@ -202,6 +204,18 @@ def test_idle_stages_take_more_attention_where_time_is_levelled() -> None:
         if idle is not None:
             assert idle.min() > 1.2 * (made.sum() - idle.sum()) / 3
     assert _over(time.seconds_after + time.other_seconds) < _over(attention.seconds_after + time.other_seconds)
+
+
+@pytest.mark.parametrize("seconds_of_rows", [0.0, 500.0])
+def test_stages_may_have_servers_of_unlike_speed(seconds_of_rows: float) -> None:
+    speeds = np.array([1.0, 1.0, 0.5, 2.0])
+    linear = NonAttention(seconds_of_rows, 2 * seconds_of_rows, tuple(1 / speeds)) if seconds_of_rows else None
+    options = replace(STAGES, ranks=2, cost=at_speeds(area_cost(), speeds.tolist()), non_attention=linear)
+    balance = plan_step(LENGTHS, options).balance()
+    seconds = balance.seconds_after + balance.other_seconds
+    least = (seconds * speeds).sum(axis=1) / speeds.sum()
+    assert (seconds.max(axis=1) <= 1.03 * least).all()
+    assert (balance.seconds_before.max(axis=1) > 1.2 * least).all()
 
 
 def _over(seconds: np.ndarray) -> float:
