@@ -95,4 +95,23 @@ class Variant:
         others = [number for number in self.unrotated_layers if not 0 <= number < layers]
         if others:
             found.append(f"unrotated_layers has {others[0]}, but the model's layers are 0 to {layers - 1}.")
+        return found + self._together()
+
+    def _together(self) -> list[str]:
+        found = []
+        if self.query_key_norm == "width" and self.normalization == "LayerNorm":
+            found.append(
+                "query_key_norm is width, but normalization is LayerNorm, and one norm of all heads needs RMSNorm; set "
+                "query_key_norm to head."
+            )
+        if self.norm_after_rotation and self.query_beta:
+            found.append(
+                f"query_beta is {self.query_beta:g}, but norms behind the rotation undo that growth of queries; set "
+                "norm_after_rotation to false, or query_beta and query_length to 0."
+            )
+        if self.parallel_mlp and self.norms != "pre":
+            found.append(
+                f"norms is {self.norms}, but parallel_mlp is true, and such an MLP reads the norm before attention; "
+                "set norms to pre, or parallel_mlp to false."
+            )
         return found

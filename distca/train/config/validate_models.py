@@ -39,7 +39,7 @@ def _sizes(config: RunConfig, vocabulary: int | None) -> list[str]:
     if wrong := model.rope_scaling.frequencies_problem(int(model.resolved_head_dim * model.variant.rotary_percent)):
         scaling.append(wrong)
     problems += [f"model.rope_scaling.{problem}" for problem in scaling]
-    return problems + [f"model.variant.{problem}" for problem in model.variant.problems(model.layers)]
+    return problems + [f"model.variant.{problem}" for problem in model.variant.problems(model.layers)] + _variant(model)
 
 
 def _remedy_of_folder(config: RunConfig) -> str:
@@ -66,6 +66,24 @@ def _heads(model: ModelConfig) -> list[str]:
         problems.append(f"The head dimension is {why}; change model.head_dim, or model.hidden or model.heads.")
     if model.heads % model.kv_heads:
         problems.append(f"model.heads {model.heads} is not divisible by model.kv_heads {model.kv_heads}; change one.")
+    return problems
+
+
+def _variant(model: ModelConfig) -> list[str]:
+    """Returns a sentence for each part of model.variant that the rest of the model does not go with."""
+    variant, usual, problems = model.variant, Variant(), []
+    for name in () if model.qk_norm else ("query_key_norm", "norm_after_rotation"):
+        if (value := getattr(variant, name)) != getattr(usual, name):
+            problems.append(
+                f"model.variant.{name} is {_said(value)}, but model.qk_norm is false, so queries and keys have no "
+                f"norms; set model.qk_norm to true, or model.variant.{name} to {_said(getattr(usual, name))}."
+            )
+    turned = int(model.resolved_head_dim * variant.rotary_percent)
+    if 0 < variant.rotary_percent < 1 and (turned % 2 or not turned):
+        problems.append(
+            f"model.variant.rotary_percent is {variant.rotary_percent:g}, by which positions turn {turned} of a head's "
+            f"{model.resolved_head_dim} dimensions, but they turn an even number, at least 2; change it."
+        )
     return problems
 
 
@@ -127,6 +145,7 @@ def _dense_only(config: RunConfig) -> list[str]:
     found: dict[str, tuple[object, object, str]] = {
         "model.variant.activation": (config.model.variant.activation, "silu", "experts are computed with silu"),
         "model.variant.gated": (config.model.variant.gated, True, "experts have gates"),
+        "model.variant.mlp_bias": (config.model.variant.mlp_bias, False, "it gives experts no biases"),
         "train.fp8": (config.train.fp8, "none", "experts are computed in the type of their weights"),
         "train.offload": (
             "none" if config.train.offload == "auto" else config.train.offload,

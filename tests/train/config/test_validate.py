@@ -63,6 +63,40 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--parallel.tp 4", 16, "model.kv_heads 2 is not divisible by parallel.tp 4"),
         ("--model.ffn 385 --parallel.tp 2", 8, "model.ffn 385 is not divisible by parallel.tp 2"),
         (
+            "--model.variant.query_key_norm width",
+            4,
+            "model.variant.query_key_norm is width, but model.qk_norm is false, so queries and keys have no norms; set "
+            "model.qk_norm to true, or model.variant.query_key_norm to head.",
+        ),
+        ("--model.variant.norm_after_rotation true", 4, "model.variant.norm_after_rotation is true, but model.qk_norm"),
+        (
+            "--model.variant.query_key_norm width --model.variant.normalization LayerNorm --model.qk_norm true",
+            4,
+            "query_key_norm is width, but normalization is LayerNorm, and one norm of all heads needs RMSNorm; set",
+        ),
+        (
+            "--model.variant.norm_after_rotation true --model.qk_norm true --model.variant.query_beta 0.1 "
+            "--model.variant.query_length 8",
+            4,
+            "model.variant.query_beta is 0.1, but norms behind the rotation undo that growth of queries; set",
+        ),
+        (
+            "--model.variant.parallel_mlp true --model.variant.norms both",
+            4,
+            "model.variant.norms is both, but parallel_mlp is true, and such an MLP reads the norm before attention; ",
+        ),
+        (
+            "--model.variant.mlp_bias true --model.experts.count 4 --model.experts.ffn 32",
+            4,
+            "model.variant.mlp_bias is true, but it gives experts no biases; set it to false, or model.experts.count",
+        ),
+        ("--model.variant.rotary_percent 0.1", 4, "by which positions turn 3 of a head's 32 dimensions, but they turn"),
+        (
+            "--model.variant.rotary_percent 0.01",
+            4,
+            "by which positions turn 0 of a head's 32 dimensions, but they turn",
+        ),
+        (
             "--model.rope_scaling.kind yarn --model.rope_scaling.factor 4",
             4,
             "model.rope_scaling.original_length is 0, but kind yarn needs",
