@@ -21,6 +21,7 @@ CASES = {
     "expert_gradients": [(8, 16), (136, 264)],
     "expert_numbers": [(0, 8), (1, 3), (150, 44)],
     "expert_sums": [(5, 96), (3, 2100)],
+    "narrow_norm": [(0, 16), (1, 128), (131, 96), (45, 512), (9, 520)],
     "normed_rotation": [(0, 8), (1, 16), (3, 24), (34, 8)],
     "row_dots": [(1, 64), (333, 96)],
     "swiglu": [(3, 96), (2, 5000)],
@@ -56,6 +57,25 @@ def _check_add_rms_norm(rows, columns, dtype):
     for mine, theirs, expected in zip(ours, stock, exact, strict=True):
         assert mine.dtype == dtype and mine.shape == expected.shape
         assert relative_error(mine, expected) <= 1.05 * relative_error(theirs, expected) + 1e-7
+
+
+def _check_narrow_norm(rows, columns, dtype):
+    """Rows of several programs in forward; in backward programs have several steps, and not all equally many."""
+    from distca.ops import rms_norm as plain
+    from distca.ops.triton import narrow_norm
+    from distca.ops.triton import rms_norm as kernels
+
+    narrow_norm._MOST_PROGRAMS = 2
+    x, upstream, *_, weight = _draws(rows, columns, dtype)
+    found = []
+    for norm, held in ((kernels, dtype), (plain, dtype), (plain, torch.float64)):
+        inputs = [each.to(held).requires_grad_() for each in (x, weight)]
+        out = norm.rms_norm(*inputs, 1e-5)
+        found.append([out.detach(), *torch.autograd.grad(out, inputs, upstream.to(held))])
+    for mine, theirs, expected in zip(*found, strict=True):
+        assert mine.dtype == dtype and mine.shape == expected.shape
+        if expected.numel() and rows:
+            assert relative_error(mine, expected) <= 1.05 * relative_error(theirs, expected) + 1e-7
 
 
 def _check_chunk_gradients(keys, values, dtype):

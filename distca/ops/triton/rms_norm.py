@@ -1,6 +1,6 @@
 """Triton kernels of RMSNorm, alone or together with the sum that is normalised.
 
-Every row is read once in forward and once in backward.
+Every row is read once in forward and once in backward. Rows of few columns have kernels of their own (narrow_norm.py).
 """
 
 from typing import Any
@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
+
+from distca.ops.triton import narrow_norm
 
 _ROWS_PER_PROGRAM = 64
 """Rows of a program in backward, which adds up its rows' part of the weight's gradient."""
@@ -47,7 +49,9 @@ def _fill(
     assert x.is_contiguous() and out.is_contiguous() and (branch is None or branch.is_contiguous())
     columns = x.shape[-1]
     scale = torch.empty(x.numel() // columns, dtype=torch.float32, device=x.device)
-    if len(scale):
+    if len(scale) and branch is None and columns <= narrow_norm.MOST_COLUMNS:
+        narrow_norm.fill(x, weight, epsilon, out, scale)
+    elif len(scale):
         _forward[(len(scale),)](
             x,
             x if branch is None else branch,
@@ -107,6 +111,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the gradients of ``x``, with ``d_total`` added, and of the weight."""
     d_out, d_x, rows = d_out.contiguous(), torch.empty_like(x), len(scale)
+    if rows and d_total is None and x.shape[-1] <= narrow_norm.MOST_COLUMNS:
+        return d_x, narrow_norm.gradients(d_out, x, weight, scale, d_x).to(weight.dtype)
     programs = max(min(triton.cdiv(rows, _ROWS_PER_PROGRAM), _MOST_PROGRAMS), 1)
     # The programs' parts are added up in a fixed order, so the sum has the same bits every time.
     shares = torch.zeros(programs, x.shape[-1], dtype=torch.float32, device=x.device)
