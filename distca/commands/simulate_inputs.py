@@ -19,6 +19,7 @@ from distca.plan.cost.table_file import find_table, open_table
 from distca.simulate import MODELS, Job, Workload, dense
 from distca.simulate.kernel_rate import at_rate
 from distca.simulate.model import heads_of_rank
+from distca.yaml_file import read_yaml
 
 _MOST_SIZE = 2**31 - 1
 _FLAGS = ("tie_embeddings", "qk_norm", "sinks")
@@ -34,11 +35,9 @@ def read_model(name: str) -> ModelShape:
     """
     if name in MODELS:
         return MODELS[name]
-    import yaml
-
     wanted = ("layers", "hidden", "ffn", "heads", "kv_heads")
     try:
-        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))["model"]
+        content = read_yaml(Path(name), OptionError)["model"]
         sizes = {key: content[key] for key in wanted}
         sizes |= {key: content[key] for key in ("head_dim", "vocabulary") if content.get(key)}
         more = {key: content.get(key, unset) for key, unset in _MORE.items()}
@@ -47,7 +46,9 @@ def read_model(name: str) -> ModelShape:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."
         ) from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
+    except OptionError as error:
+        raise OptionError(f"--model: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise OptionError(f"--model {name} has no model with {', '.join(wanted)}; give another file.") from None
     for key, value in sizes.items():
         if type(value) is not int or not 1 <= value <= _MOST_SIZE:

@@ -32,11 +32,15 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
         "model: {layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 1, variant: {gated: false}}"
     )
     assert plain.held_weights - read_model(str(tmp_path / "plain.yaml")).held_weights == 2 * 64 * 64
+    (tmp_path / "power.yaml").write_text(
+        "model: {layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 1, variant: {window_rope_base: 1e6}}"
+    )
+    assert read_model(str(tmp_path / "power.yaml")).variant.window_rope_base == 1e6
     sizes = "layers: {}, hidden: 64, ffn: 64, heads: {}, kv_heads: 1"
     for content, said in (
         ("name: x", "has no model"),
         ("model: 3", "has no model"),
-        ("[" * 20_000, "has no model"),
+        ("[" * 20_000, "none.yaml is YAML nested too deep"),
         (f"model: {{{sizes.format(2, 0)}}}", "has heads 0; it must be a whole number from 1"),
         (f"model: {{{sizes.format('.inf', 2)}}}", "has layers inf; it must be a whole number"),
         (f"model: {{{sizes.format(2.7, 2)}}}", "has layers 2.7; it must be a whole number"),
