@@ -477,7 +477,8 @@ class CAD:
         """Returns how tokens were spread over experts in all training since the last call of this method.
 
         The keys are the numbers of this stage's layers with experts. Layers are numbered from 1 in the whole model. All
-        ranks of the stage get equal results. Megatron's own figures, such as those of ``track_moe_metrics``, stay 0.
+        ranks of the stage get equal results. Megatron's own figures, such as those of ``track_moe_metrics``, stay 0,
+        and a warning says so.
         """
         loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
         return loads

@@ -14,6 +14,7 @@ from distca.runtime import AttentionPool
 from megatron_patches.arguments import CadArguments
 from megatron_patches.experts.balance import ExpertLoad
 from megatron_patches.experts.layer import take_nano_batches
+from megatron_patches.experts.untracked import warn_when_logged
 from megatron_patches.layers.block import disaggregate_block
 from megatron_patches.layers.full_recompute import recompute_layers
 from megatron_patches.layers.latent import use_row_angles
@@ -64,6 +65,8 @@ def change_model(model: LanguageModule, config: TransformerConfig, given: CadArg
     scale_embeddings(model, options.embedding_scale)
     fuse_swiglu(model)
     model.expert_load = ExpertLoad(take_nano_batches(model), config.moe_router_topk)
+    if config.num_moe_experts:
+        warn_when_logged()
     # With recomputation only one layer at a time keeps outputs of norms and SwiGLU, which is cheap.
     keep_outputs_of(model, given.keep_outputs or recompute_all)
     if given.disaggregate or pattern:
