@@ -128,16 +128,19 @@ class NanoBatchExperts(MoELayer):
     def _routed(
         self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool
     ) -> tuple[torch.Tensor, Dispatch, Callable[[], None]]:
-        found: list[tuple[torch.Tensor, Callable[[], None]]] = []
+        found: list[Any] = []
 
         def route(hidden: torch.Tensor) -> torch.Tensor:
             probs, *rest = self.router(hidden, nano_batch)
-            found.append(tuple(rest))
+            if not found:
+                found.extend(rest)
             return probs
 
         probs = _perhaps_again(again, route, hidden)
-        chosen_NE, count = found[0]
-        found.clear()  # with ``again`` autograd keeps ``route``, and so this list, until backward
+        chosen_NE, count = found
+        # With ``again`` autograd keeps ``route``, and so this list, until a micro-batch's backward ends. In backward
+        # ``route`` runs again, and adds nothing to a list that is not empty.
+        found[:] = [None]
         assert self.layer_number is not None
 
         def make() -> Dispatch:
