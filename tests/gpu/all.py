@@ -22,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ class Runs:
         self.began, self.until = time.monotonic(), time.monotonic() + seconds
         self._gpus, self._lock = list(gpus), threading.Lock()
         self._worlds: Worlds | None = None
+        self._spool = tempfile.TemporaryDirectory(prefix="distca-spool-")
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         self._report = header(command_line("python -m tests.gpu.all"), len(gpus))
         self._report |= {"commit": git.stdout.strip() or "unknown", "code": _digest(), "files": {}, "worlds": []}
@@ -87,10 +89,8 @@ class Runs:
 
         with ThreadPoolExecutor(pairs.qsize()) as pool:
             list(pool.map(alone, [file for file in files if "mark.alone" in file.read_text(encoding="utf-8")]))
-        spool = self._folder / "spool"
-        shutil.rmtree(spool, ignore_errors=True)
-        spool.mkdir()
-        self._worlds = Worlds(spool, len(self._gpus), self.until - JUDGED_S)
+        record = self._folder / "cases.jsonl"
+        self._worlds = Worlds(Path(self._spool.name), len(self._gpus), self.until - JUDGED_S, record)
         with self._worlds as worlds, ThreadPoolExecutor(len(files)) as pool:
             list(pool.map(lambda each: self._run(each[1], BESIDE, self._from(each[0]), self.until), enumerate(files)))
         self._report["worlds"] = worlds.failures
@@ -136,7 +136,7 @@ class Runs:
 
     def _code(self, file: Path, part: str, path: Path, output: Any, gpus: Sequence[str], until: float) -> int:
         """The exit code of pytest, which is ended when time is over."""
-        own = {"DISTCA_RESULTS": str(self._folder), VARIABLE: str(path), SPOOL: str(self._folder / "spool")}
+        own = {"DISTCA_RESULTS": str(self._folder), VARIABLE: str(path), SPOOL: self._spool.name}
         own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "tests.gpu.outcomes"]
         command += ["-v", "--color=no", "--durations=0", "--durations-min=1", "-m", part, str(file)]

@@ -55,15 +55,16 @@ class Worlds:
     """Runs cases from a folder until it is closed.
 
     Args:
-        spool: the folder. It gets cases.jsonl, with the seconds of each case.
+        spool: the folder.
         gpus: how many; without any, ranks are on CPUs.
         until: the time, by ``time.monotonic``, when cases that are not done are given up.
+        record: the file that gets a line with the seconds of each case; None for none.
     """
 
-    def __init__(self, spool: Path, gpus: int, until: float = float("inf")) -> None:
+    def __init__(self, spool: Path, gpus: int, until: float = float("inf"), record: Path | None = None) -> None:
         self.failures: list[str] = []
         """How ranks failed that had done their cases."""
-        self._spool, self._gpus, self._until = spool, gpus, until
+        self._spool, self._gpus, self._until, self._record = spool, gpus, until, record
         self._free = RANKS_PER_GPU * max(1, gpus)
         self._places = self._free
         self._seen: set[Path] = set()
@@ -201,8 +202,9 @@ class Worlds:
     def _note(self, asked: Asked, first: int, seconds: float, answer: Answer) -> None:
         ended = "done" if answer.results else "failed" if answer.failure else "not done"
         line = {"case": asked.name, "ranks": asked.ranks, "first_gpu": first, "seconds": round(seconds, 1), "is": ended}
-        with self._lock, (self._spool / "cases.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        if self._record is not None:
+            with self._lock, self._record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
         logger.info("%s", line)
 
 
