@@ -44,7 +44,7 @@ if not torch.cuda.is_available():
         "distca.train.run.main",
         "distca.train.run.loop",
         "distca.train.run.builder",
-        "benchmarks.baselines.parity",
+        "tests.benchmarks.baseline_parity",
         "benchmarks.throughput.session",
         "tests.testing.first_uses",
     )

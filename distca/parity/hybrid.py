@@ -1,4 +1,4 @@
-"""Hybrid stacks: unmodified Megatron-Core's layers with gated delta nets on a CPU, and cases that compare with them.
+"""Hybrid stacks of unmodified Megatron-Core on a CPU: layers with gated delta nets or Mamba-2, and HybridModel.
 
 Megatron-Core runs its gated delta net by fla's kernels, or in deterministic mode by torch, one document at a time. It
 asks for fla's norm in either case, for which torch stands in here.
@@ -6,13 +6,9 @@ asks for fla's norm in either case, for which torch stands in here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -23,84 +19,12 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.nn import functional
 
-from distca.parity.cases import ParityCase, ParityShape
+from distca.parity.cases import ParityCase
 from distca.recurrent import CoreParameters
 from distca.testing.reference_recurrence import recurrent_core
 from megatron_patches.model.gpt import build_hybrid
 from megatron_patches.model.pattern import layers_of
 from megatron_patches.model.recurrences import is_recurrent
-
-
-def hybrid_cases() -> list[ParityCase]:
-    """Stacks of recurrent layers and attention in several orders, with gates on attention's output and without."""
-    net = {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    }
-    gate = {"attention_output_gate": True, "qk_layernorm": True}
-    last = {**net, **gate, "linear_attention_freq": 3, "layernorm_zero_centered_gamma": False}
-    kinds = {"window_size": (6, 0), "window_attn_skip_freq": [1, 0, 0], "softmax_type": "learnable"}
-    between = {**net, **kinds, "linear_attention_freq": [0, 1, 0], "linear_conv_kernel_dim": 2}
-    small = partial(ParityCase, scheduler="random", shape=_SHAPE)
-    return [
-        small(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=last, rotary_percent=0.5),
-        small(micro_batches=_LENGTHS[::-1], recompute="all", backward="resend", config=between),
-        small(micro_batches=((2,), (1,)), ping_pong=False, config=between),  # ranks without tokens
-        ParityCase(micro_batches=_LENGTHS, tp=2, ping_pong=False, config=gate),
-    ]
-
-
-def hybrid_model_cases() -> list[ParityCase]:
-    """Stacks of HybridModel: Qwen3.5's order, several MLPs in a row or none, and one before the first mixer."""
-    net = {
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    }
-    gate = {"attention_output_gate": True, "qk_layernorm": True}
-    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6}
-    experts: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
-    experts |= {
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    odd = ParityShape(layers=7)
-    small = partial(ParityCase, scheduler="random", shape=ParityShape(layers=4))
-    return [
-        small(micro_batches=_LENGTHS, tp=2, config=net | gate, rotary_percent=0.5, pattern="G-*-"),
-        small(micro_batches=_LENGTHS[::-1], recompute="all", config=net, shape=odd, pattern="-G*--G-"),
-        small(micro_batches=((2,), (1,)), ping_pong=False, config=net, pattern="*G-G"),
-        small(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=mamba, pattern="MM*-"),
-        small(micro_batches=(*_LENGTHS, _WHOLE), config=mamba | experts, pattern="ME*E"),
-        small(micro_batches=_LENGTHS, tp=2, pattern="*-*-"),
-    ]
-
-
-def hybrid_stage_cases() -> list[ParityCase]:
-    """Stacks over two pipeline stages, which are idle at the beginning and at the end of a step: of HybridModel, and of
-    GPTModel. Nothing of the last micro-batch moves, so exchanges are left out in phases that it has for itself."""
-    first, _, second, mamba, *_ = hybrid_model_cases()
-    last, *_, gate = hybrid_cases()
-    stages: dict[str, Any] = {"pp": 2, "scheduler": "real", "micro_batches": (*_LENGTHS, (1,))}
-    long, short = stages | {"shape": ParityShape(layers=8)}, stages | {"shape": ParityShape(layers=4)}
-    return [
-        replace(first, **long, pattern="G-*-|G-*-"),
-        replace(second, **long, tp=1, recompute="all", pattern="*G-G|*G-G", ping_pong=True, deal=False),
-        replace(mamba, **long, tp=1, pattern="MM*-|MM*-", recompute="mlp"),
-        replace(last, **short, config={**last.config, "linear_attention_freq": 2}),
-        replace(gate, **short),
-    ]
-
-
-_SHAPE = ParityShape(layers=3)
-_LENGTHS = ((13, 1, 29), (25,))
-_WHOLE = (9, 1, 7, 2, 8, 3, 5, 4)
-"""Documents that stay whole on four ranks, but for one."""
 
 
 def unmodified_layers(layer: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
@@ -201,19 +125,3 @@ def by_torch(config: TransformerConfig) -> TransformerConfig:
 
 def _unit_heads(heads: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
     return heads * torch.rsqrt(heads.square().sum(dim, keepdim=True) + eps)
-
-
-@contextmanager
-def float32_casts_lifted() -> Iterator[None]:
-    """Let float64 tensors stay what they are where Megatron casts to float32, also when it computes again."""
-    float_, to = torch.Tensor.float, torch.Tensor.to
-
-    def lifted_float(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self if self.dtype == torch.float64 else float_(self, *args, **kwargs)
-
-    def lifted_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        casts = torch.float32 in (*args, *kwargs.values())
-        return self if casts and self.dtype == torch.float64 else to(self, *args, **kwargs)
-
-    with patch.object(torch.Tensor, "float", lifted_float), patch.object(torch.Tensor, "to", lifted_to):
-        yield

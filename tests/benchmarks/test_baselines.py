@@ -28,9 +28,9 @@ def _differences(wanted, tp=1, kv_heads=2):
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from benchmarks.baselines.parity import BaselineCase, differences
     from distca.baselines.mode import parse_mode
     from distca.parity.cases import ParityCase, ParityShape
+    from tests.benchmarks.baseline_parity import BaselineCase, differences
 
     cases = [
         BaselineCase(
@@ -52,10 +52,10 @@ def _hold(results):
 
 
 def _attention_errors(names, lengths):
-    from benchmarks.baselines.parity import attention_errors
     from distca.attention.reference import ReferenceKernel
     from distca.baselines.mode import parse_mode
     from distca.plan import AttentionShape
+    from tests.benchmarks.baseline_parity import attention_errors
 
     modes = [parse_mode(name) for name in names]
     return [
@@ -83,9 +83,9 @@ def _hybrid_differences():
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from benchmarks.baselines.parity import BaselineCase, differences
     from distca.baselines.mode import parse_mode
-    from distca.parity.hybrid import hybrid_model_cases
+    from tests.benchmarks.baseline_parity import BaselineCase, differences
+    from tests.parity.hybrid_cases import hybrid_model_cases
 
     wanted = (("cp2", 2, SEVERAL, TWO_GROUPS), ("cp2", 3, FEW, FEW_GROUPS), ("packed", 0, FEW, ((3, 2), (0,))))
     stacks = hybrid_model_cases()
@@ -208,10 +208,10 @@ def test_a_mode_that_documents_do_not_fit_is_refused():
 
 
 def _kind_errors(names, lengths, kinds):
-    from benchmarks.baselines.parity import attention_errors
     from distca.attention.reference import ReferenceKernel
     from distca.baselines.mode import parse_mode
     from distca.plan import AttentionKind, AttentionShape
+    from tests.benchmarks.baseline_parity import attention_errors
 
     modes, shape = [parse_mode(name) for name in names], AttentionShape(4, 2, 8)
     return {

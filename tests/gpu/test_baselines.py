@@ -15,10 +15,10 @@ RANKS = (2, 4)
 
 def _errors(kernel, names):
     warnings.filterwarnings("ignore")
-    from benchmarks.baselines.parity import attention_errors
     from distca.attention import AttentionSpec, choose_kernel
     from distca.baselines.mode import parse_mode
     from distca.plan import AttentionShape
+    from tests.benchmarks.baseline_parity import attention_errors
 
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = choose_kernel(kernel, AttentionSpec(16, 4, 128, torch.bfloat16, device))

@@ -62,9 +62,11 @@ def test_summaries_of_parts_are_no_further_from_float64_than_whole_ones() -> Non
 
 def _errors(device: torch.device | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
     """How far a hybrid block is from float64 on as many ranks as call this."""
-    from distca.parity import block, hybrid, suite
+    from distca.parity import block, suite
+    from tests.parity.float32_casts import float32_casts_lifted
+    from tests.parity.hybrid_cases import hybrid_cases
 
-    case = hybrid.hybrid_cases()[0]
+    case = hybrid_cases()[0]
     heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
     case = replace(
         case,
@@ -76,7 +78,7 @@ def _errors(device: torch.device | None = None, dtype: torch.dtype = torch.bfloa
     )
     device = device or torch.device("cuda", torch.cuda.current_device())
     full = block.rounded_weights(case, dtype)
-    with hybrid.float32_casts_lifted():
+    with float32_casts_lifted():
         exact = block.block_unmodified(case, torch.float64, device, full)
     return block.block_disaggregated(case, dtype, device, "auto", full).error(exact)
 

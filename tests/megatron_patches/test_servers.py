@@ -78,8 +78,8 @@ def _in_two_worlds(folder: str) -> list[Any]:
         store = dist.FileStore(f"{folder}/homes")
         return [_served(store, rank - HOMES, pool) for pool in range(len(CASES))]
     dist.init_process_group("gloo", init_method=f"file://{folder}/homes", rank=rank, world_size=HOMES)
-    from distca.parity.hybrid import float32_casts_lifted
     from distca.parity.unmodified import unmodified_model
+    from tests.parity.float32_casts import float32_casts_lifted
 
     cases, found = [_case(**settings) for settings in CASES], []
     models = [unmodified_model(case, torch.float32) for case in cases]  # first, as each needs groups of one rank
@@ -107,12 +107,13 @@ def _make(name: str, _: Any) -> Kernel:
 
 
 def _case(router: str = "", stack: tuple[str, int] | None = None, latent: int | None = None, **settings: Any) -> Any:
-    from distca.parity import hybrid, latent_cases
+    from distca.parity import latent_cases
     from distca.parity.cases import ParityCase, ParityShape
     from distca.parity.experts import expert_case
+    from tests.parity import hybrid_cases
 
     if stack is not None:
-        case = getattr(hybrid, stack[0])()[stack[1]]
+        case = getattr(hybrid_cases, stack[0])()[stack[1]]
         return replace(case, scheduler="real", micro_batches=case.micro_batches[::2])
     if latent is not None:
         return latent_cases.latent_cases(tp=latent + 1)[latent]

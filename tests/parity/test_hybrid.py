@@ -30,14 +30,16 @@ pytestmark = [
 
 def _on_four_ranks() -> list[tuple[Any, dict[str, float], float]]:
     suite = _suite()
-    from distca.parity import expert_steps, experts, hybrid
+    from distca.parity import expert_steps, experts
+    from tests.parity import hybrid_cases as hybrid
+    from tests.parity.float32_casts import float32_casts_lifted
 
     cases, stacks = hybrid.hybrid_cases(), hybrid.hybrid_model_cases()
     with_experts = [case for case in stacks if case.config.get("num_moe_experts")]  # whose routers count in the model
     blocks = [*cases, *(case for case in stacks if case not in with_experts)]
     blocks.sort(key=lambda case: case.tp)  # groups of ranks are made once for all of a size
     stages = sorted(hybrid.hybrid_stage_cases(), key=lambda case: case.tp)
-    with hybrid.float32_casts_lifted():
+    with float32_casts_lifted():
         exact = [*suite.float64_errors(blocks, CPU), *suite.differences(stages, CPU, torch.float64)]
     blocks += stages
     compared = list(with_experts)
@@ -101,7 +103,7 @@ def _name_in_stack(name: str) -> str:
 
 def _on_two_ranks(path: Path) -> tuple[list[float], float]:
     llama = _llama_as_both()
-    from distca.parity import hybrid
+    from tests.parity import hybrid_cases as hybrid
 
     saved = [hybrid.hybrid_cases()[0], *(hybrid.hybrid_model_cases()[number] for number in (0, 3))]
     saved += [replace(hybrid.hybrid_stage_cases()[number], tp=1) for number in (0, 3)]

@@ -72,15 +72,16 @@ def _differences() -> list[dict[str, float]]:
 
     use_cpu()
     from distca.device.host_to_device import uploading
-    from distca.parity import disaggregated, hybrid, unmodified
+    from distca.parity import disaggregated, unmodified
     from distca.plan import lay_out
     from distca.runtime.recurrent_call import recurrent_core
     from distca.runtime.recurrent_routes import RecurrentRoutes
     from distca.testing.reference_attention import relative_error
+    from tests.parity.hybrid_cases import hybrid_model_cases
 
     found = []
     for number, make in ((3, _mamba), (0, _delta_net)):
-        case = replace(hybrid.hybrid_model_cases()[number], tp=1)
+        case = replace(hybrid_model_cases()[number], tp=1)
         weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
         how = torch.float32, torch.device("cpu"), "reference", weights
         cad, model = disaggregated.attached(case, *how, reduced=False)

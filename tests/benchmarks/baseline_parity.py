@@ -1,4 +1,4 @@
-"""Hold baselines against unmodified Megatron-Core on one rank: same weights, same tokens, same loss and gradients; and
+"""Baselines held against unmodified Megatron-Core on one rank: same weights, same tokens, same loss and gradients; and
 their core attention alone against direct attention in float64."""
 
 from __future__ import annotations
