@@ -32,9 +32,9 @@ IDLE_S = 10.0
 STARTED_S = 300.0
 """Seconds that ranks may take to start."""
 POLL_S = 0.1
-RECOMPILED = 1000
-"""How often torch.compile may compile a function anew in a process. Beyond its own limit of a few times, which many
-cases would reach, it runs the function uncompiled, and a repeated run would have other bits."""
+RECOMPILED = 32
+"""How often torch.compile may compile a function anew in a process. Beyond this number it runs the function uncompiled,
+and a run that is repeated meanwhile has other bits. Many cases would reach torch's own limit of 8."""
 
 
 class Sort(NamedTuple):
@@ -220,7 +220,7 @@ def prepare(starts_nvshmem: bool) -> None:
     """Makes a rank ready for many cases. NVSHMEM starts with memory for all of them: it cannot get more later."""
     import torch._dynamo
 
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = RECOMPILED
+    torch._dynamo.config.recompile_limit = RECOMPILED
     if starts_nvshmem and dist.get_world_size() > 1:
         import megatron_patches.api  # noqa: F401 - before NVSHMEM, as in training
 
