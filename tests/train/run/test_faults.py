@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from distca.cluster import health
 from distca.testing.ranks import run_ranks
 from distca.train.run.run_folder import RunFolder
-from tests.train.faults import run_with_fault
+from tests.train.faults import Ended, run_with_fault
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 pytestmark = pytest.mark.slow
@@ -22,11 +24,22 @@ ENDED = {
 }
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+    """A run with each fault, all at the same time, as ranks that end wait for each other's words."""
+    folder = tmp_path_factory.mktemp("faults")
+    write_texts(folder / "texts")
+    line = arguments(data__path=folder / "texts", train__steps=1000)
+    with ThreadPoolExecutor(len(ENDED)) as threads:
+        yield {
+            fault: threads.submit(run_with_fault, folder, fault, *line, "--output", str(folder / fault))
+            for fault in ENDED
+        }
+
+
 @pytest.mark.parametrize("fault", ENDED)
-def test_a_fault_of_one_rank_ends_all_with_its_words(tmp_path: Path, fault: str) -> None:
-    write_texts(tmp_path / "texts")
-    line = arguments(output=tmp_path, data__path=tmp_path / "texts", train__steps=1000)
-    ended = run_with_fault(tmp_path, fault, *line)
+def test_a_fault_of_one_rank_ends_all_with_its_words(runs: dict[str, Future[Ended]], fault: str) -> None:
+    ended = runs[fault].result()
     assert ended.code != 0
     assert 0 < ended.seconds < health._LOST_S, "others would end by themselves once they count the rank as lost"
     first, *others = ENDED[fault]
