@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distca.plan import MicroBatchPlan, Traffic, context_rows, imbalance, makespan_bound, traffic
+from distca.plan import MicroBatchPlan, Traffic, context_rows, imbalance, traffic
+from distca.plan.metrics import makespan_bounds
 from distca.train.metrics.plots import colors_of
 from distca.words import count, format_bytes
 
@@ -113,11 +114,17 @@ def kind_rows(made: MicroBatchPlan) -> list[tuple[str, str]]:
 
 
 def lower_bound(made: MicroBatchPlan) -> float:
-    """Seconds of forward and backward of one layer that no plan of these layouts can beat."""
-    on_servers = made.step.options.on_servers
-    return sum(
-        nano.share * makespan_bound(nano.layout, on_servers(nano.cost), "both") for nano in made.every_nano_batch
-    )
+    """Seconds of forward and backward of one layer in which no plan of these layouts has its slowest server end.
+
+    A server's seconds are added up over nano-batches. Their costliest rows may be on different servers, so only one of
+    them counts; if q, k and v travel again, so may be those of forward and backward.
+    """
+    on_servers, evenly, of_a_row = made.step.options.on_servers, 0.0, 0.0
+    for nano in made.every_nano_batch:
+        even, row = makespan_bounds(nano.layout, on_servers(nano.cost), "both")
+        evenly += nano.share * float(even.sum())
+        of_a_row = max(of_a_row, nano.share * float(row.max() if made.resend else row.sum()))
+    return max(evenly, of_a_row)
 
 
 def most_received(made: MicroBatchPlan) -> int:

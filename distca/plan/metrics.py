@@ -170,8 +170,16 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Returns a lower bound on the slowest server's seconds, which no plan for ``layout`` can beat.
 
-    The result is the larger of two bounds: the seconds if all servers end at the same time, and the seconds in which
-    the fastest server computes the costliest query row. "both" adds the bounds of forward and backward.
+    The result is the larger one of :func:`makespan_bounds`. "both" adds the bounds of forward and backward.
+    """
+    return float(np.maximum(*makespan_bounds(layout, cost, direction)).sum())
+
+
+def makespan_bounds(layout: Layout, cost: CostModel, direction: Direction) -> tuple[np.ndarray, np.ndarray]:
+    """Returns two lower bounds on the slowest server's seconds, each [K] seconds; K is 2 for "both", else 1.
+
+    The first is the seconds if all servers end at the same time. The second is the seconds in which the fastest server
+    computes the costliest query row.
     """
     # A table is the cost model of some servers. work [tables, directions]: seconds of such a server for all documents.
     # row: the same for the costliest row. speed [directions]: how often R servers compute all documents in a second.
@@ -181,7 +189,7 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
     work = np.stack([table.least(direction, last - first, last).sum(axis=1) for table in tables])
     row = np.stack([table.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0) for table in tables])
     speed = (np.bincount(of_server, minlength=len(tables))[:, None] / np.maximum(work, 1e-300)).sum(axis=0)
-    return float(np.maximum(np.where(work[0] > 0, 1 / speed, 0.0), row.min(axis=0)).sum())
+    return np.where(work[0] > 0, 1 / speed, 0.0), row.min(axis=0)
 
 
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:

@@ -110,5 +110,6 @@ MODELS = {
     "qwen3.5-27b": _qwen35(64, 5120, 17408, 24, 48),
     "olmo-3-like": dense(64, 5120, 27648, 40, 8, 128, 100_352, **_windowed(4096, 3)),
 }
-"""Shapes by name, as in ``configs/``. olmo-3-like has the shape of OLMo 3 32B. Shapes of Qwen3, Qwen3.5, Mixtral,
-Moonlight and DeepSeek-V3 are from their public folders."""
+"""Shapes by name, as in ``configs/``. Shapes of Qwen3, Qwen3.5, Mixtral, Moonlight and DeepSeek-V3 are from their
+public folders. olmo-3-like has the sizes and windows of OLMo 3 32B, but the norms of LLaMA. A configuration file with
+its own norms (``qk_norm``, ``variant.norms`` post) is predicted to need more memory."""

@@ -47,6 +47,15 @@ def test_figures_agree_with_the_plan() -> None:
     assert (seconds[np.eye(4) == 0] > 0).any()
 
 
+@pytest.mark.parametrize("resend", [False, True])
+def test_no_plan_is_below_the_bound_with_few_tokens_either(resend: bool) -> None:
+    random = np.random.default_rng(1)
+    for lengths in ([4], *(random.integers(1, 40, count).tolist() for count in (1, 2, 3, 5))):
+        for ranks in (2, 5):
+            found = plan_micro_batch(lengths, ranks, COST, nano_batches=2, resend=resend)
+            assert lower_bound(found) <= found.seconds_after.max() * (1 + 1e-12), (lengths, ranks)
+
+
 def test_servers_without_a_model_lower_the_bound() -> None:
     found = plan_micro_batch([100_000, 40_000, 60_000, 900], 4, COST, nano_batches=2, servers=2)
     alone = plan_micro_batch([100_000, 40_000, 60_000, 900], 4, COST, nano_batches=2)
