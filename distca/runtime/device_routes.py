@@ -27,7 +27,7 @@ from distca.plan import AttentionKind, Layout, Links, Plan, Route, Segments, Ste
 from distca.plan.phases import Phase
 from distca.plan.sorting import expand
 from distca.runtime.recurrent_routes import RecurrentRoutes
-from distca.transport import RowMoves
+from distca.transport import RowMoves, cuda_ops
 from distca.transport.gather_scatter import move_rows
 
 
@@ -60,7 +60,8 @@ class SharedRows:
 
 
 _MOST_COPIES = 3
-"""The most ranges of rows that are copied in a launch each. One launch copies more ranges, by the numbers of rows."""
+"""The most ranges of rows that are copied in a launch each. One launch copies more ranges, by the numbers of rows.
+Without the CUDA library every range has a launch, because torch would copy all rows to a tensor of its own first."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class RangeCopies:
 
     Attributes:
         ranges: for each range (first row of the source, first row of the target, number of rows).
-        rows: int64 numbers of all rows in the source and in the target, on the device; None for few ranges.
+        rows: int64 numbers of all rows in the source and in the target, on the device; None if each range has a launch.
     """
 
     ranges: list[tuple[int, int, int]]
@@ -77,7 +78,7 @@ class RangeCopies:
 
     @staticmethod
     def of(ranges: list[tuple[int, int, int]], device: Destination) -> RangeCopies:
-        if len(ranges) <= _MOST_COPIES:
+        if len(ranges) <= _MOST_COPIES or not cuda_ops.is_available():
             return RangeCopies(ranges, None)
         source, target, count = np.array(ranges, np.int64).T
         return RangeCopies(ranges, (to_device(expand(source, count), device), to_device(expand(target, count), device)))

@@ -19,7 +19,8 @@ from distca.testing.reference_attention import relative_error
 @pytest.mark.parametrize("window", [0, 1, 9, 40])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_shared_rows(dtype, window, at_once, monkeypatch):
-    monkeypatch.setattr(device_routes, "_MOST_COPIES", 0 if at_once else 1000)
+    monkeypatch.setattr(device_routes, "_MOST_COPIES", 0)
+    monkeypatch.setattr(device_routes.cuda_ops, "is_available", lambda: at_once)
     of = route(random_plan(lay_out([40] * 12, 2)[0], 2, cuts=40, window=window), 0)
     repeat, there = of.kv.repeat, ServerRoute.of(of, [AttentionKind(1.0)], "cpu")
     rows = [
