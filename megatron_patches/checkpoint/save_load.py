@@ -116,7 +116,7 @@ def _check_shapes(model: dict[str, Any], metadata: Metadata, path: Path) -> None
             has = f"shape {list(saved)}" if saved is not None else "no such tensor"
             raise ConfigError(
                 f"{path} does not fit this run: it has {has} for {tensor.key}, and the model needs shape "
-                f"{list(tensor.global_shape)}. Restore the model's settings, or start without checkpoint.resume."
+                f"{list(tensor.global_shape)}. Restore the model's settings, or start without this checkpoint."
             )
 
 
