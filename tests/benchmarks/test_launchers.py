@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.throughput.launch import launch as launch_modes
-from distca.train.config.variables import Launcher
+from distca.train.config.variable import Launcher
 from tests.train.launch.machine import launched
 
 ROOT = Path(__file__).parents[2]

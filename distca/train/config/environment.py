@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 
 from distca.errors import LaunchError
-from distca.train.config.variables import VARIABLES, Launcher, Values, Variable
+from distca.train.config.variable import Launcher, Values, Variable
+from distca.train.config.variables import VARIABLES
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 

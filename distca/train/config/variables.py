@@ -6,99 +6,29 @@ docs/environment.md show them.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from enum import Enum
-
-
-class Launcher(Enum):
-    """The script that reads the environment."""
-
-    TRAINING = "pretrain_llama.sh"
-    RUN_3D = "benchmarks/example-3d-parallel/run3d.sh"
-    RUN_4D = "benchmarks/example-4d-parallel/run4d.sh"
-
-
-@dataclass(frozen=True)
-class Values:
-    """The values that a variable may have: a regular expression for all of it, and words for that."""
-
-    pattern: str
-    words: str
-
-
-COUNT = Values("[1-9][0-9]{0,8}", "a whole number from 1 to 999999999")
-_COUNT_FROM_0 = Values("0|[1-9][0-9]{0,8}", "a whole number from 0 to 999999999")
-_AT_LEAST_1 = Values("[1-9][0-9]*", "a whole number of at least 1")
-_FROM_0 = Values("0|[1-9][0-9]*", "a whole number of at least 0")
-_PORT = Values(
-    "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]",
-    "a whole number from 1 to 65535",
+from distca.train.config.variable import (
+    AT_LEAST_1,
+    COUNT,
+    COUNT_FROM_0,
+    FROM_0,
+    PORT,
+    SWITCH,
+    TEXT,
+    Launcher,
+    Values,
+    Variable,
+    one_of,
 )
-_SWITCH = Values("0|1", "0 or 1")
-_TEXT = Values(".*", "text")
+
 _MODE = (
     "(distca|distca-unsplit|packed|packed-dealt|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-(keep|halo)"
     "|megatron-te|megatron-te[0-9]*-(p2p|a2a))"
 )
-
-
-def _one_of(*words: str) -> Values:
-    return Values("|".join(map(re.escape, words)), " or ".join([", ".join(words[:-1]), words[-1]]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variable:
-    """One environment variable.
-
-    Attributes:
-        name: its name.
-        values: what it may be.
-        default: what holds where it is not given, in words.
-        meaning: in one line.
-        training: what it sets in training: dotted settings, and options that the launcher makes, which begin with
-            dashes; empty where the launcher itself reads it; None where training does not take it.
-        benchmarks: the same for run3d.sh and run4d.sh.
-        stages: among the benchmarks only run4d.sh takes it.
-        listed: the benchmarks take several of its values, with spaces.
-        instead: what to do in a launcher that does not take it, with {value} in it; by default to append its setting.
-        also: what the same is called elsewhere, and so would be tried.
-    """
-
-    name: str
-    values: Values
-    default: str
-    meaning: str
-    training: tuple[str, ...] | None = ()
-    benchmarks: tuple[str, ...] | None = ()
-    stages: bool = False
-    listed: bool = False
-    instead: str = ""
-    also: tuple[str, ...] = ()
-
-    def sets(self, launcher: Launcher) -> tuple[str, ...] | None:
-        """Returns the settings that it sets in ``launcher``; None where that does not take it."""
-        if launcher is Launcher.TRAINING:
-            return self.training
-        return None if self.stages and launcher is Launcher.RUN_3D else self.benchmarks
-
-    def allowed(self, launcher: Launcher) -> Values:
-        """Returns the values that ``launcher`` takes for it."""
-        if not self.listed or launcher is Launcher.TRAINING:
-            return self.values
-        one, words = self.values.pattern, self.values.words
-        return Values(f"({one})( ({one}))*", f"{words}, or several with spaces between")
-
-    def written(self, value: str) -> str:
-        """A value as a setting has it."""
-        return {"0": "false", "1": "true"}[value] if self.values is _SWITCH else value
-
-
 _CONFIGURATION = "the configuration's"
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="MODEL",
-        values=_one_of("tiny", "8b", "8b-cut", "34b"),
+        values=one_of("tiny", "8b", "8b-cut", "34b"),
         default="tiny on CPUs; on GPUs 8b-cut, benchmarks 8b",
         meaning="the model's configuration in configs/",
         training=("--config",),
@@ -106,7 +36,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="CONFIG",
-        values=_TEXT,
+        values=TEXT,
         default="by MODEL",
         meaning="a YAML file of settings, instead of MODEL",
         training=("--config",),
@@ -116,7 +46,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="INIT_FROM",
-        values=_TEXT,
+        values=TEXT,
         default="weights drawn anew",
         meaning="a Hugging Face folder to begin with, instead of MODEL",
         training=("checkpoint.init_from",),
@@ -134,7 +64,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="RESUME",
-        values=_TEXT,
+        values=TEXT,
         default="a new run; in a requeued Slurm job auto where NAME is given, else job",
         meaning="folder of a run to go on with, or latest, job or auto",
         training=("checkpoint.resume",),
@@ -150,7 +80,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="GPUS_PER_NODE",
-        values=_COUNT_FROM_0,
+        values=COUNT_FROM_0,
         default="all that are there",
         meaning="GPUs of a machine, a rank each; 0 takes four CPU ranks",
         also=("NGPUS", "NUM_GPUS", "NPROC_PER_NODE"),
@@ -175,19 +105,19 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="MASTER_ADDR",
-        values=_TEXT,
+        values=TEXT,
         default="the Slurm job's first node",
         meaning="with several machines: address of the first one",
     ),
     Variable(
         name="NODE_RANK",
-        values=_COUNT_FROM_0,
+        values=COUNT_FROM_0,
         default="Slurm's",
         meaning="with several machines without Slurm: number of this one",
     ),
     Variable(
         name="MASTER_PORT",
-        values=_PORT,
+        values=PORT,
         default="29500, or by the Slurm job's number",
         meaning="port on the first machine where ranks meet",
     ),
@@ -232,7 +162,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="STEPS",
-        values=_AT_LEAST_1,
+        values=AT_LEAST_1,
         default=_CONFIGURATION,
         meaning="optimizer steps",
         training=("train.steps",),
@@ -242,7 +172,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="BATCHES",
-        values=_AT_LEAST_1,
+        values=AT_LEAST_1,
         default="30; on CPUs 4",
         meaning="measured global batches",
         training=None,
@@ -251,7 +181,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="WARM_UP",
-        values=_FROM_0,
+        values=FROM_0,
         default="3",
         meaning="global batches before the measured ones",
         training=None,
@@ -260,7 +190,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="MICRO_BATCHES",
-        values=_AT_LEAST_1,
+        values=AT_LEAST_1,
         default=f"{_CONFIGURATION}; benchmarks: 1, with stages 4",
         meaning="micro-batches per step",
         training=("train.micro_batches",),
@@ -268,7 +198,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="CONTEXT_LENGTH",
-        values=_AT_LEAST_1,
+        values=AT_LEAST_1,
         default=f"{_CONFIGURATION}; benchmarks: 131072, on CPUs 512",
         meaning="most tokens of a document",
         training=("data.context_length",),
@@ -278,7 +208,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="TOKENS_PER_RANK",
-        values=_AT_LEAST_1,
+        values=AT_LEAST_1,
         default=f"{_CONFIGURATION}; benchmarks: 131072, on CPUs 512",
         meaning="tokens per data-parallel rank and micro-batch",
         training=("data.tokens_per_rank",),
@@ -287,7 +217,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="DATA_SOURCE",
-        values=_one_of("stdlib", "text", "jsonl", "parquet", "arrow", "blend", "indexed", "mix"),
+        values=one_of("stdlib", "text", "jsonl", "parquet", "arrow", "blend", "indexed", "mix"),
         default=_CONFIGURATION,
         meaning="where documents come from",
         training=("data.source",),
@@ -296,7 +226,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="DATA_PATH",
-        values=_TEXT,
+        values=TEXT,
         default=_CONFIGURATION,
         meaning="file, folder, .bin/.idx prefix, a blend's YAML file, or name of a mix",
         training=("data.path",),
@@ -306,7 +236,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="MIX",
-        values=_one_of("pretrain", "prolong"),
+        values=one_of("pretrain", "prolong"),
         default="both",
         meaning="mix of document lengths, in its long-context version",
         training=None,
@@ -317,7 +247,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="SEED",
-        values=_FROM_0,
+        values=FROM_0,
         default=_CONFIGURATION,
         meaning="of the weights and of the order of documents",
         training=("train.seed", "data.seed"),
@@ -325,7 +255,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="LAYERS",
-        values=_AT_LEAST_1,
+        values=AT_LEAST_1,
         default="4; on CPUs 2",
         meaning="layers of the model",
         training=None,
@@ -333,7 +263,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="RECOMPUTE",
-        values=_one_of("none", "mlp", "all", "auto"),
+        values=one_of("none", "mlp", "all", "auto"),
         default="none",
         meaning="what backward computes again; auto: as much as a mode needs",
         training=None,
@@ -355,7 +285,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="CAD",
-        values=_SWITCH,
+        values=SWITCH,
         default=_CONFIGURATION,
         meaning="1 balances attention over ranks, 0 computes it at home",
         training=("cad.enabled",),
@@ -364,7 +294,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="PING_PONG",
-        values=_SWITCH,
+        values=SWITCH,
         default=_CONFIGURATION,
         meaning="1 hides transfers behind the other nano-batch's compute",
         training=("cad.ping_pong",),
@@ -372,7 +302,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="BACKWARD",
-        values=_one_of("auto", "keep", "resend"),
+        values=one_of("auto", "keep", "resend"),
         default=_CONFIGURATION,
         meaning="keep moves fewest bytes, resend holds equal memory",
         training=("cad.backward",),
@@ -388,7 +318,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="EXPERIMENT_LOG_MEMORY_USAGE",
-        values=_SWITCH,
+        values=SWITCH,
         default=_CONFIGURATION,
         meaning="1 records the memory of CPU ranks after each step",
         training=("log.memory",),
@@ -397,7 +327,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="ENABLE_NSYS",
-        values=_SWITCH,
+        values=SWITCH,
         default="0",
         meaning="1 runs under Nsight Systems, with reports in runs/nsys/",
         benchmarks=None,
@@ -406,7 +336,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="DRY_RUN",
-        values=_SWITCH,
+        values=SWITCH,
         default="0",
         meaning="1 checks the settings, prints the command and starts nothing",
     ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distca.errors import ConfigError
-from distca.train.config.variables import COUNT
+from distca.train.config.variable import COUNT
 from distca.train.launch.machines import Machines
 
 _CHECK, _CPU = "--check", "cpu"

@@ -17,7 +17,7 @@ from typing import Literal
 from distca.cluster.environment import step_tasks
 from distca.errors import LaunchError
 from distca.train.config.environment import check_value
-from distca.train.config.variables import COUNT, Launcher, Values
+from distca.train.config.variable import COUNT, Launcher, Values
 from distca.train.launch.say import say
 from distca.words import count
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distca.errors import LaunchError
 from distca.train.config import environment
-from distca.train.config.variables import Launcher
+from distca.train.config.variable import Launcher
 from distca.train.launch import start
 from distca.train.launch.check import check_words
 from distca.train.launch.installation import ROOT, find_python, install

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from distca.errors import LaunchError
 from distca.train.config.environment import near_misses
-from distca.train.config.variables import Launcher
+from distca.train.config.variable import Launcher
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -8,7 +8,8 @@ from benchmarks.throughput.settings import _parser
 from distca.errors import LaunchError
 from distca.train.config.cli import known_settings
 from distca.train.config.environment import help_text, near_misses, read, refuse_twice, settings
-from distca.train.config.variables import VARIABLES, Launcher, Variable
+from distca.train.config.variable import Launcher, Variable
+from distca.train.config.variables import VARIABLES
 
 ROOT = Path(__file__).parents[3]
 CASES = [(launcher, variable) for launcher in Launcher for variable in VARIABLES]
