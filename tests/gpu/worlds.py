@@ -25,8 +25,8 @@ from tests.gpu.starts import Answer, Asked, write_whole
 
 logger = logging.getLogger(__name__)
 RANKS_PER_GPU = 4
-"""The most ranks on a GPU at a time. Much of a case Python works on the CPU; but ranks that share a GPU get it by
-turns, also while one only waits for another."""
+"""The most ranks on a GPU at a time. In much of a case only the CPU works. But ranks that share a GPU take turns on it,
+even while one of them only waits for another."""
 IDLE_S = 10.0
 """Seconds that a world without a case is kept for those of files that begin late."""
 STARTED_S = 300.0

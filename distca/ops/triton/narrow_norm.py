@@ -1,7 +1,6 @@
 """Triton kernels of RMSNorm for rows of few columns, such as heads. A program computes several rows at a time.
 
-With one row of 128 columns in a program, most threads have nothing to do. So the norms of 131,072 rows of 32 such heads
-took 6 ms on an H200, where reading and writing take 0.5 ms.
+With one row of 128 columns in a program, most threads would have nothing to do.
 """
 
 import torch
