@@ -24,9 +24,11 @@ from distca.transport import choose_transport
 from tests.gpu.starts import Answer, Asked, write_whole
 
 logger = logging.getLogger(__name__)
-RANKS_PER_GPU = 4
-"""The most ranks on a GPU at a time. In much of a case only the CPU works. But ranks that share a GPU take turns on it,
-even while one of them only waits for another."""
+GIB_PER_RANK = 16
+"""A GPU has one rank at a time for so many GiB of its memory: four on an H100, eight on an H200. In much of a case only
+the CPU works."""
+RANKS_ON_CPUS = 4
+"""The most ranks at a time where there are no GPUs."""
 IDLE_S = 10.0
 """Seconds that a world without a case is kept for those of files that begin late."""
 STARTED_S = 300.0
@@ -65,7 +67,11 @@ class Worlds:
         self.failures: list[str] = []
         """How ranks failed that had done their cases."""
         self._spool, self._gpus, self._until, self._record = spool, gpus, until, record
-        self._free = RANKS_PER_GPU * max(1, gpus)
+        self._free = (
+            gpus * int(torch.cuda.get_device_properties(0).total_memory / 2**30 / GIB_PER_RANK)
+            if gpus
+            else RANKS_ON_CPUS
+        )
         self._places = self._free
         self._seen: set[Path] = set()
         self._queues: dict[Sort, list[tuple[Path, Asked]]] = {}

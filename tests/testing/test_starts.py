@@ -61,7 +61,7 @@ def spool(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def worlds(spool: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worlds]:
-    monkeypatch.setattr(rooms, "RANKS_PER_GPU", 2)
+    monkeypatch.setattr(rooms, "RANKS_ON_CPUS", 2)
     with Worlds(spool, 0, record=spool / "cases.jsonl") as made:
         yield made
 
