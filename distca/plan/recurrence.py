@@ -6,8 +6,8 @@ A row is one token. Each head has a *state* S [K, V], which each row reads and c
 
 q, k and v come from a short causal convolution over rows. Each row and head has one β and one g.
 
-Long documents are cut into *pieces*, which ranks compute at the same time. A piece turns a state S into T·S + B. T (the
-piece's *transition*) and B depend on the piece's rows only.
+Long documents are cut into *pieces*, which ranks compute at the same time. A piece turns the state S before it into
+A·S + B. A (the piece's *transition*) and B (its *own state*) do not depend on S.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Recurrence:
     def mamba2(groups: int, heads: int, state_dim: int, head_dim: int, kernel: int = 4) -> Recurrence:
         """Returns the formula of Mamba-2 (arXiv 2405.21060).
 
-        Mamba-2's C, B and x are q, k and v here. Mamba-2's step size is β, and the step size times A is g."""
+        Mamba-2's C, B and x are q, k and v here. Mamba-2's step size is β, and its step size times its A is g."""
         return Recurrence(
             groups, heads, state_dim, head_dim, delta=False, normalise=False, kernel=kernel, columns=("v", "k", "q")
         )

@@ -95,7 +95,8 @@ class StepPlan:
     def seconds_before(self) -> np.ndarray:
         """Returns [P, R] attention seconds of one layer, as the mean over a stage's layers, without balancing.
 
-        Without balancing, documents are laid out one after the other, and every rank computes its own rows."""
+        Without balancing, documents are on their ``homes``, or one after the other if they have none. Every rank
+        computes its own rows."""
         return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
 
     def seconds_by_kind(self) -> np.ndarray:

@@ -15,7 +15,8 @@ Backward runs the nodes in reverse order. A node that joined in forward launches
 in forward joins in backward.
 
 Shape suffixes: N rows of the home (padding included), T query rows and U key/value rows of the server; H query heads, G
-key/value heads, D head dimension; 2 stands for k and v. lse is the log-sum-exp of scores.
+key/value heads, D head dimension; 2 stands for k and v (``server.py`` has the shape if values are narrower than keys).
+lse is the log-sum-exp of scores.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 - generation: the pool while its members stay the same. Each generation has its own process groups.
 
 For each step, homes write the lengths of the documents to the store. From the lengths, homes and servers make the same
-plan, which says where the attention of each token is computed. A server has 0 tokens of its own. It still runs every
-layer with 0 tokens, so that its exchanges come in the same order as on homes.
+plan, which says where the attention of each token is computed. A server has 0 tokens of its own. It still runs a
+stand-in for every layer with attention, so that its exchanges come in the same order as on homes.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class SharedRows:
 
 
 _MOST_COPIES = 3
-"""The most ranges of rows that are copied in a launch each. One launch copies more ranges, by the numbers of rows.
+"""Up to this many ranges of rows are copied in a launch each. If there are more, one launch copies all their rows.
 Without the CUDA library every range has a launch, because torch would copy all rows to a tensor of its own first."""
 
 
@@ -132,7 +132,8 @@ class ServerRoute:
         q_to_home: moves from servers to homes, for tensors with a row for each query, such as o and dQ.
         kv_to_server: moves of k and v to servers. A row for several servers of another node may travel to one of them,
             which sends the row on.
-        kv_to_home: moves of dK and dV to homes. A home adds up the gradients that servers computed for a row.
+        kv_to_home: moves of dK and dV to homes. A home adds up the gradients of a row that arrive. Servers of another
+            node may send theirs to one of them, which adds them up first.
         repeats: copies from this server's k,v buffer to the regions. Empty if the buffer itself serves as the regions.
         before: in pong, copies to the regions from the k,v buffer that this server has kept from ping.
         copies: those of ``repeats`` and of ``before``.

@@ -130,7 +130,8 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
         # All ranks must start exchanges, and wait for them ("join"), in autograd's order: last layer first, and pong
-        # before ping. Autograd joins the gradients of layer i + 1 right before it launches layer i's exchange.
+        # before ping. Autograd joins the gradients of layer i + 1 right before it launches layer i's exchange. With
+        # experts it joins those of both nano-batches first, which leaves the order of launches as it is.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

@@ -2,14 +2,17 @@
 
 A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). A layer is cut at its core attention: ``pre`` runs
 before, ``post`` after. Core attention, which is called *serve* here, may run on any rank: q, k and v are sent to that
-rank, and o is sent back. A *launch* starts a transfer, and a *join* waits for its end. For layer i, autograd nodes of
-nano-batches 0 and 1 are created in this order:
+rank, and o is sent back. A *launch* starts a transfer, and a *join* waits for its end. For most layers i, autograd
+nodes of nano-batches 0 and 1 are created in this order:
 
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
 
-The autograd engine runs ready nodes in reverse order of creation, so backward runs them from the last to the first. A
-recurrent layer (linear attention, SSM) has nodes in the same order with other transfers (``recurrent_call.py``).
+The autograd engine runs ready nodes in reverse order of creation, so backward runs them from the last to the first.
+
+- A recurrent layer (linear attention, SSM) has nodes in the same order with other transfers (``recurrent_call.py``).
+- A layer that sends rows to experts has another second line, unless it is recomputed: both posts are computed in turns.
+  One computes while the other's rows travel to experts or back (``_Run._between_exchanges``).
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ class SplitLayer(Protocol):
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Returns any number of tensors for the ``residual`` of :meth:`post`, then q_NHD and kv_N2GD."""
+        """Returns any number of tensors for the ``residual`` of :meth:`post`, then q_NHD and kv_N2GD.
+
+        If values are not as wide as keys, kv is [N, G, key width + value width], and o has the width of values."""
         ...
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor: ...

@@ -54,8 +54,9 @@ also needs room for other documents."""
 class Shares:
     """The shares of documents on ranks. A document that is not cut is one share.
 
-    A share [low, high) is a range in the first half of the document and its mirror image in the second half. In each
-    half, positions run from 0 at the outer end to 1 in the middle. Example: of 8 rows, [0, 0.5) is rows 0, 1, 6 and 7,
+    A share [low, high) is a range in the first half of the document and its mirror image in the second half. With ping
+    and pong, it is such a pair of ranges in the head, and another in the tail (``head_cuts.py``). In each half,
+    positions run from 0 at the outer end to 1 in the middle. Example: of 8 rows, [0, 0.5) is rows 0, 1, 6 and 7,
     and [0.5, 1) is rows 2 to 5. Early rows read few keys, and late rows many, so shares of equal size have about equal
     work.
 
@@ -121,6 +122,7 @@ class Dealt:
         shares: the shares of documents on ranks; the shares of one document follow each other.
         short: [F] int64 indices of the documents that are filler.
         left: document, low and high, as in :class:`Shares`, of each part of a document that found no room.
+        work: [D] float64 work of each document, if it is not cut.
         short_rate: the filler's work per token.
         long: [D] bool, whether a document is long. Another document has several shares if it fitted on no rank whole.
     """

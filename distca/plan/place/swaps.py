@@ -5,7 +5,8 @@ may have slightly unlike numbers of tokens. If attention is level too, no row ha
 documents are given to the nano-batches *ping* and *pong* in the same way; below, *bins* are ranks or nano-batches.
 
 A *swap* takes up to two documents from each of two bins, and gives them to the other bin. One bin is the one that fits
-worst, and the other fits badly in the opposite way. The best of all their swaps is made, until no bin fits badly.
+worst, and the other fits badly in the opposite way. The best swap that is tried is made, until no bin fits badly or no
+swap helps.
 
 Array legend: D documents, B bins, S sets of up to two documents. In [2, ...] arrays, tokens come first, then work; both
 are fractions of a bin's mean.
@@ -27,7 +28,7 @@ _DOCUMENTS = 16
 _PARTNERS = 3
 """The most bins with which the bin that fits worst is tried."""
 _TRIES = 32
-"""The most pairs of bins that are tried, which limits planning time. A try takes about 0.3 ms."""
+"""Swaps end after about this many pairs of bins, which limits planning time. A try takes about 0.3 ms."""
 _STRICT = 1e6
 """Factor on tokens that do not fit, which makes them count more than any work."""
 

@@ -4,14 +4,14 @@ A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is 
 in one nano-batch. It turns the recurrent state S before the piece into A·S + B. A is the piece's *transition*, and B is
 its *own state*. Both together are its *summary*.
 
-A rank receives the summaries of a document's pieces that come before its own, and computes the states before its own
-pieces. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
+A rank receives the summaries of all pieces of a document before its own last piece. It computes the states before its
+own pieces. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
 
 - Rank 0 sends B0 to ranks 1 and 2. Rank 1 sends A1 and B1 to rank 2.
 - The state before piece 1 is B0. The state before piece 2 is A1·B0 + B1.
 
 The first piece sends no transition, because the state before a document is zero. The last piece sends nothing. In
-backward, pieces are in reverse order, and gradients of states take the place of states.
+backward, pieces are in reverse order, and gradients of states take the place of states. There Aᵀ takes the place of A.
 
 Array legend: P pieces, in reverse order for backward; Q pairs of a piece and a rank that reads the piece's summary.
 """
@@ -33,7 +33,7 @@ class Link:
 
     Attributes:
         piece: index of the piece among this rank's pieces of the nano-batch, if the rank computes the state before it.
-            Else -1: for pieces of other ranks or the other nano-batch, and for the first piece of a document.
+            Else -1: for pieces of other ranks, and for the first piece of a document (in backward, the last).
         state: index of B among the own states that this rank receives; -1 if it does not receive B.
         transition: index of A among the transitions that this rank receives; -1 if it does not receive A.
     """

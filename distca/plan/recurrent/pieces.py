@@ -23,7 +23,7 @@ class DocumentPieces:
     """The pieces of all documents of a micro-batch, sorted by (document, start).
 
     Attributes:
-        ranks: number of ranks that hold rows.
+        ranks: number of ranks in the layouts.
         nano: [P] nano-batch of each piece: 0 for ping, 1 for pong.
         shards: [P] document, start and stop in the document, rank, and first row in the rank's tensor.
     """

@@ -102,16 +102,16 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        ``document`` was cut last. Ranks that had rows of it at the beginning come first: some receivers now have its
-        k,v rows, so few bytes travel. ``free`` [R] is how far servers are below their limits, in parts of the mean
+        ``document`` was cut last. Ranks that computed rows of it at the beginning come first: some receivers now have
+        its k,v rows, so few bytes travel. ``free`` [R] is how far servers are below their limits, in parts of the mean
         load."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
         if document is not None:
-            homes = state.homes(document)
-            if homes is not None:
-                near = int(homes[excess[homes].argmax()])
+            first = state.first_servers(document)
+            if first is not None:
+                near = int(first[excess[first].argmax()])
                 if excess[near] > ENOUGH:
                     return near
         sender = int(state.order[excess[state.order].argmax()])
@@ -266,7 +266,7 @@ class Balancer:
     def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Cuts ranges out of a piece for the cheapest receivers; returns whether this worked.
 
-        Servers that would read too many k,v rows with a range are receivers only if other servers do not suffice."""
+        Servers that would then read too many k,v rows are receivers only if no other server can take a range."""
         state = self.state
         pieces = state.pieces_of(sender)
         document, start, stop = pieces.place[:, piece].tolist()

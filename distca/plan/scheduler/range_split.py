@@ -40,7 +40,7 @@ _LONG_CONTEXT = 131_072
 """If a piece ends behind this row of its document, the price of a place also counts the sender's time (:func:`_place`).
 For other pieces this time hardly changes plans, and without it planning is faster."""
 _NEVER_WASTEFUL = 32
-"""If every range has at least this many kernel tiles of query rows, ``MOST_OVERHEAD`` is not checked."""
+"""If every range has at least this many kernel tiles of query rows, the time that cuts add is not checked."""
 _SLIVER = 8
 """The piece's rows before the part join the part's first range if they are fewer than 1/8 of that range's rows. Rows
 behind the part join the last range likewise."""
@@ -157,8 +157,8 @@ def least_of(directions: np.ndarray) -> np.ndarray:
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
     """Returns ranges for receivers, at the place with the lowest price.
 
-    The ranges save the sender about ``excess.need`` seconds, or less if receivers have too little room. The result is
-    None if every range exceeds its receiver's room or ``MOST_OVERHEAD``."""
+    The ranges save the sender about ``excess.need`` seconds, or less if receivers have too little room. Ranges that
+    exceed their receiver's room or ``timer.most_overhead`` are dropped. The result is None if no range is left."""
     # The size of a range is its number of query-key pairs; ``wanted`` pairs should leave the sender. Sizes are guessed,
     # and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))

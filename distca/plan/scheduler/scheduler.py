@@ -160,7 +160,7 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # A usual try ends early if no range can leave the servers that are above the next try's limit.
+            # A usual try ends early if no range can leave a server that is above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
             # A cut raises the mean load, and so the limits, but by too little for another range to move. So the later
             # tries begin with the raised mean load.
@@ -183,7 +183,7 @@ class _Search:
 
         Args:
             aim: how far the limit is above the target.
-            at_most: balancing ends if no range can leave the servers that are further above their targets than this.
+            at_most: balancing ends if no range can leave a server that is further above its target than this.
             expected: [K] least mean load to compute the limit from; None for the present mean load.
         """
         start, over = self.home, np.inf

@@ -26,7 +26,9 @@ from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
 """The most k,v rows that a server should read, as a multiple of the mean per server before any work moves. These rows
-take memory. A server that would read more gets work only if other servers do not suffice."""
+take memory. A server that would read more gets cut ranges only if no other server can take one. For whole pieces there
+is no such limit. If servers are not equally fast, the mean is over the ranks that hold rows: servers without a model
+would lower it."""
 _FEW_KEPT = 6
 """The limit that ``_MOST_KEPT`` sets is at least this many times the mean number of query rows per server."""
 
@@ -115,25 +117,25 @@ class SchedulerState:
     """All servers while work moves.
 
     Args:
-        home: the plan to begin with: all rows computed at home, or the plan of an earlier run.
+        first: the plan to begin with: all rows computed at home, or the plan of an earlier run.
         work: gives the seconds of a range on every server.
         target: gives the targets of all servers for a mean load.
-        tolerance: how far a server's limit is above its target, as a part of the mean load.
+        tolerance: the seconds from a server's target to its limit, at its own speed, as a part of the mean load.
         links: which ranks share a node, and how much more a row costs between nodes.
         expected: [K] mean load after cuts, which add work. Limits are computed from it if the mean load is smaller.
 
     Attributes:
         load, mean: [K, R] load of every server, and [K] mean load.
-        order: [R] ranks, sorted by the first row that they compute. Of equally good ranks, callers must take the first
-            in this order, so that a plan does not depend on how ranks are numbered.
-        kept: [R] number of k,v rows that every server reads.
-        most_kept: the limit on ``kept`` (``_MOST_KEPT``).
+        order: [R] ranks, sorted by the first row that they compute in ``first``. Of equally good ranks, callers must
+            take the first in this order, so that a plan does not depend on how ranks are numbered.
+        most_kept: [R] upper bound of the k,v rows that every server reads. Rows of ranges that left it still count.
+        kept_limit: the limit on ``most_kept`` (``_MOST_KEPT``).
         grew_by_joining: whether :meth:`joined` made the load of any server larger.
     """
 
     def __init__(
         self,
-        home: Plan,
+        first: Plan,
         work: ServerWork,
         target: TargetLoad,
         *,
@@ -141,10 +143,10 @@ class SchedulerState:
         links: Links,
         expected: np.ndarray | None = None,
     ) -> None:
-        layout = self.layout = home.layout
+        layout = self.layout = first.layout
         self.links = links
         self.work, self._target, self.grew_by_joining = work, target, False
-        tasks = self._home = home.tasks
+        tasks = self._first = first.tasks
         self._place = np.array((tasks.document, tasks.start, tasks.stop))
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         self._seconds = work.on(tasks.server, tasks.stop - tasks.start, tasks.stop)
@@ -156,12 +158,11 @@ class SchedulerState:
         self.node = links.nodes(layout.ranks)
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
-        self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        # If servers are not equally fast, those that hold no rows do not count in the mean.
-        homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
-        self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
+        self.most_kept = np.bincount(last.server, last.stop, layout.ranks)
+        counted = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
+        self.kept_limit = max(_MOST_KEPT * float(self.most_kept.sum() / counted), _FEW_KEPT * layout.tokens / counted)
         self._readers = _readers_of_cut_documents(last)
-        self._homes = {document: list(readers) for document, readers in self._readers.items()}
+        self._first_servers = {document: list(readers) for document, readers in self._readers.items()}
         self._pieces: dict[int, Pieces] = {}
         self._moved: tuple[list[int], list[int], list[int], list[int]] = [], [], [], []
 
@@ -191,7 +192,7 @@ class SchedulerState:
 
     @property
     def over(self) -> float:
-        """How far the slowest server is above the mean load, as a part of the mean; the largest of all directions."""
+        """How far the slowest server is above its target, as a part of the mean load; the largest of all directions."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
@@ -223,27 +224,29 @@ class SchedulerState:
         return self.work.on(receiver, pieces.rows, pieces.place[2])
 
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns [N] ranks that read ``document``, and [N] one past the last row that each reads.
+        """Returns [N] ranks that read ``document``, and [N] one past the last row that each has read for any range.
 
-        If a single rank had the document at the beginning, this rank is left out."""
+        If a single rank computed the whole document at the beginning, this rank is left out. Only this rank ever gives
+        parts of the document away."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
     def may_keep(self, document: int, stop: int) -> np.ndarray:
-        """Returns [R] bool, whether a server would read at most ``most_kept`` rows if it read ``document`` up to
-        ``stop`` too."""
-        kept = self.kept + stop
+        """Returns [R] bool, whether a server would read at most ``kept_limit`` rows if it read ``document`` up to
+        ``stop`` too. The sender's own value has no meaning."""
+        kept = self.most_kept + stop
         sharing, had = self.sharers(document)
         kept[sharing] -= np.minimum(had, stop)
-        return np.asarray(kept <= self.most_kept)
+        return np.asarray(kept <= self.kept_limit)
 
-    def homes(self, document: int) -> np.ndarray | None:
-        """Returns [N] ranks that had ``document`` at the beginning, ascending; None if there was only one."""
-        homes = self._homes.get(document)
-        return None if homes is None else np.array(homes)
+    def first_servers(self, document: int) -> np.ndarray | None:
+        """Returns [N] ranks that computed rows of ``document`` at the beginning, ascending; None if only one did."""
+        found = self._first_servers.get(document)
+        return None if found is None else np.array(found)
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float) -> np.ndarray:
-        """Returns :meth:`HeldRows.missing`, without rows that a rank already reads for its present ranges."""
+        """Returns :meth:`HeldRows.missing`, without rows that a rank reads for other ranges or has read for ranges that
+        left it."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
@@ -283,23 +286,23 @@ class SchedulerState:
             had = found[document].get(receiver, 0)
             found[document][receiver] = max(had, stop)
             more_kept.append(max(stop - had, 0))
-        np.add.at(self.kept, moved.receiver, more_kept)
+        np.add.at(self.most_kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
         """Updates loads, and returns all pieces as tasks, in which neighbouring pieces on one server are joined."""
-        home = self._home
+        first = self._first
         if not self._moved[0]:
-            return home
+            return first
         # A server that is not in ``_pieces`` still has all of its pieces.
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
-        untouched = ~changed[home.server]
+        untouched = ~changed[first.server]
         left = list(self._pieces.values())
         *moved, receiver = self._moved
         place = np.concatenate((self._place[:, untouched], *(each.place for each in left), moved), axis=1)
         kept_by = np.repeat(list(self._pieces), [len(each) for each in left])
         document, start, stop = place
-        tasks = Tasks.sorted(document, start, stop, np.concatenate((home.server[untouched], kept_by, receiver)))
+        tasks = Tasks.sorted(document, start, stop, np.concatenate((first.server[untouched], kept_by, receiver)))
         if len(tasks) < len(document):
             seconds = self.work.on(tasks.server, tasks.stop - tasks.start, tasks.stop)
             load = np.stack([np.bincount(tasks.server, s, self.layout.ranks) for s in seconds])

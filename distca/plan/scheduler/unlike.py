@@ -1,8 +1,8 @@
 """Schedules attention over servers that are not equally fast.
 
 A *server* is a rank that computes attention. *Work* is time on a server of mean speed. A server's *target* is its work
-if all servers end at the same time. Its *limit* is above the target by a *tolerance*. ``scheduler.py`` calls
-:func:`schedule_unlike`, which moves ranges of queries from servers above their limits to other servers.
+if all servers end at the same time. Its *limit* is the work that it has done a *tolerance* later. ``scheduler.py``
+calls :func:`schedule_unlike`, which moves ranges of queries from servers above their limits to other servers.
 
 K directions (forward, backward, or both). Constants except ``_RISES`` were compared with other values:
 ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
@@ -25,7 +25,7 @@ from distca.plan.tasks import Tasks
 _FINEST = 0.01
 """A smaller tolerance counts as this. With a smaller one, cuts of ranges add more time than they save."""
 _RISES = (1, 1.25, 2.5, 6, 20)
-"""Limits are above targets by these multiples of the tolerance, tried in turn until no server is above its limit."""
+"""These multiples of the tolerance are tried in turn until no server is above its limit."""
 _MOST_OVERHEAD = 1.0
 """The most time that cutting a range in two may add, as a part of the time of the range that moves."""
 
@@ -46,7 +46,7 @@ def schedule_unlike(
 
     Args:
         home: the plan in which every rank computes the attention of its own rows.
-        tolerance: how far a limit is first above the target, as a part of the mean work of a server.
+        tolerance: the seconds from a server's target to its first limit, at its own speed, as a part of the mean work.
         moved_bytes: bytes that travel for a query row, and for a key/value row.
         links: which ranks share a node, and prices of bytes between ranks.
         growth: the growth by cuts for which limits allow; it is replaced by the new plan's growth.
