@@ -1,8 +1,8 @@
 """A transport between ranks that train (*homes*) and processes without a model that compute attention (*servers*).
 
-If a server dies, exchanges of rows fail. Homes then run the step to its end with zeros in place of the rows. If a home
-stopped, other homes would wait for it in Megatron's collectives. After the step,
-:meth:`BreakableTransport.came_to_end` returns False, and homes repeat the step without the dead server.
+If a server dies, exchanges of rows fail. Homes do not stop, because other homes would wait for them in Megatron's
+collectives. They run the step to its end, with zeros, or with NCCL perhaps any numbers, in place of the rows. After the
+step, :meth:`BreakableTransport.came_to_end` returns False, and homes repeat the step without the dead server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
 
 
 class PoolBrokenError(RuntimeError):
-    """This rank has left the process group, so it cannot exchange rows."""
+    """The process group is broken, or this rank has left it, so this rank cannot exchange rows."""
+
+    def __init__(self) -> None:
+        super().__init__("The group of ranks that exchange rows is broken, or this rank has left it.")
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -80,7 +83,7 @@ class BreakableTransport:
         """
         handle = None
         if self.broken:
-            self.failed(PoolBrokenError("This rank has left the group of ranks that exchange rows."))
+            self.failed(PoolBrokenError())
         if self._inner is not None:
             try:
                 handle = self._inner.launch(parts)
@@ -112,7 +115,7 @@ class BreakableTransport:
         here = torch.ones(1, device=device)
         try:
             if self.broken or self._group is None:
-                self.failed(PoolBrokenError("This rank has left the group of ranks that exchange rows."))
+                self.failed(PoolBrokenError())
                 return False
             dist.all_reduce(here, group=self._group)
             # An all-reduce that NCCL aborts may leave any number.
@@ -121,12 +124,15 @@ class BreakableTransport:
             self.failed(error)
             return False
         if not whole:
-            self.failed(PoolBrokenError("This rank has left the group of ranks that exchange rows."))
+            self.failed(PoolBrokenError())
         return whole
 
 
 class BreakableHandle:
-    """An exchange under way. If it fails, :meth:`wait` fills destinations with zeros, or raises an error on servers."""
+    """An exchange under way.
+
+    If the exchange is known to have failed, :meth:`wait` fills destinations with zeros. On servers it raises an error.
+    """
 
     def __init__(self, transport: BreakableTransport, handle: CollectiveHandle | None, parts: tuple[Part, ...]) -> None:
         self._transport, self._handle, self._parts = transport, handle, parts

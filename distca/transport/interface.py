@@ -27,7 +27,7 @@ class Part:
             ``source`` the gradients that other ranks of this rank's node send.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
             of ``source``. Callers must not use it until the exchange has ended. If received rows are added up
-            (``moves.reduction``), ``destination`` must hold zeros, or values to add them to.
+            (``moves.reduction``), ``destination`` must hold zeros. Only gateways add to other values.
         moves: which rows of ``source`` go to which rank and row, or stay on this rank.
     """
 

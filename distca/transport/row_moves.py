@@ -29,7 +29,7 @@ class RowMoves:
 
     Rows move from a *source* tensor to a *destination* tensor. On the way to servers, the source is the home's tensor
     and the destination the server's buffer. On the way back, the source is the server's buffer. *Kept* rows move from
-    source to destination on the same rank.
+    source to destination on the same rank. In a relay, the gateway's buffer takes the place of the home's tensor.
 
     Attributes:
         source_rows, destination_rows: number of rows of each tensor, without padding rows at its end.

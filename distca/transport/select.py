@@ -31,8 +31,8 @@ T = TypeVar("T")
 TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
 NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
-"""The default size of NVSHMEM's receive buffer, in GiB per rank. An exchange in which a rank receives more goes by NCCL
-with "auto", and is refused with "nvshmem"."""
+"""The size of NVSHMEM's receive buffer, in GiB per rank, for callers that give none, such as tests. ``distca.CAD``
+gives the user's size, or one that it computes from the tokens per rank."""
 
 BETWEEN_NODES = (
     "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; set `transport` to nvshmem to "
@@ -45,8 +45,8 @@ since NVSHMEM starts once per process."""
 _failed: list[str] = []
 """The reason why NVSHMEM did not start, if it failed. This process does not try again."""
 _ALONE_S = 3.0
-"""If NVSHMEM fails to start on a rank, NVSHMEM may hang on others. The rank where it fails waits at most this many
-seconds until all others have started or failed; then the rank raises an error."""
+"""If NVSHMEM fails to start on a rank, NVSHMEM may hang on others. The rank where it fails waits until all others have
+started or failed. If they have not after this many seconds, the rank raises an error."""
 
 
 def choose_transport(
@@ -55,10 +55,12 @@ def choose_transport(
     """Returns a transport over ``group``. All ranks of the group must call this at the same time.
 
     Args:
-        name: "nvshmem", "nccl", "gloo" or "auto". "auto" takes NVSHMEM if the pool is on one node and NVSHMEM works;
-            otherwise it takes the backend of ``group``.
+        name: "nvshmem", "nccl", "gloo" or "auto". "auto" takes NVSHMEM if the pool is on one node and NVSHMEM works, or
+            if NVSHMEM runs over these ranks already; otherwise it takes the backend of ``group``.
         group: process group of the pool.
         buffer_gb: size of NVSHMEM's receive buffer, in GiB per rank; 0 if no rows travel. NVSHMEM does not start then.
+            An exchange that gets no place in the buffer goes by the backend of ``group`` with "auto", and is refused
+            with "nvshmem".
         waits_at_once: whether callers wait for an exchange right after its launch, and compute nothing meanwhile.
 
     Raises:
@@ -137,7 +139,7 @@ def why_not_nvshmem() -> str | None:
 
 
 def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> str | None:
-    """Returns the reason why the ranks of ``group`` cannot or should not use NVSHMEM; None if they can.
+    """Returns the reason why the ranks of ``group`` cannot or should not start NVSHMEM; None if they can.
 
     All ranks must call this at the same time, and all get the same answer.
 
@@ -147,10 +149,10 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return "there is one rank, which sends no rows"
-    if _failed:
-        return _failed[0]
-    if _started and tuple(ranks) not in _started:
-        return f"NVSHMEM runs over ranks {next(iter(_started))} in this process and starts only once"
+    # The ranks may have been in different pools before, so each tells the others what happened there.
+    for past in _gather(_why_not_again(tuple(ranks)), group):
+        if past is not None:
+            return past
     own = why_not_nvshmem()
     if own is None and dist.get_backend(group) == "gloo":
         own = "the ranks hold their rows in CPU memory"
@@ -165,6 +167,15 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
             return f"on rank {rank}, {reason}" if rank else reason
     if len(nodes) > 1 and not between_nodes:
         return f"the server pool spans {len(nodes)} nodes, and {BETWEEN_NODES}"
+    return None
+
+
+def _why_not_again(ranks: tuple[int, ...]) -> str | None:
+    """Returns the reason why NVSHMEM, which starts once in a process, cannot start over ``ranks`` here, or None."""
+    if _failed:
+        return _failed[0]
+    if _started and ranks not in _started:
+        return f"NVSHMEM runs over ranks {next(iter(_started))} already, and starts only once in a process"
     return None
 
 

@@ -59,7 +59,7 @@ class Sent:
     """One hop's writes or copies, which are queued on side streams.
 
     Attributes:
-        events: CUDA events, one at the end of the writes on each stream.
+        events: CUDA events, at the ends of all writes or copies.
         held: tensors that must stay alive until the events occur.
         peers: the peers that must consume hop ``reuses`` before the writes begin.
         reuses: number of the hop whose rows are overwritten; 0 for no wait.

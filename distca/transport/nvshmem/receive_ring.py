@@ -54,7 +54,8 @@ class ReceiveRing:
         self._next = 0  # first byte behind the newest exchange's place
         self._number = 0  # number of the newest exchange
         self._reused = 0  # the largest ``reuses`` so far
-        self._in_use: deque[tuple[int, int, int]] = deque()  # places in use: (number, begin, end), oldest first
+        # Places that receivers may not have consumed yet: (number, begin, end), oldest first.
+        self._in_use: deque[tuple[int, int, int]] = deque()
         self._not_consumed: set[int] = set()  # exchanges that this rank has launched and not consumed
 
     def place(self, sizes: tuple[int, ...], hops: int = 1) -> RingPlace:

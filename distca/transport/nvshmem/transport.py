@@ -56,7 +56,8 @@ class OneSidedTransport:
 
     Args:
         fabric: the receive buffers of all ranks, and the signals by which ranks wait for each other.
-        fallback: transport for exchanges that do not fit into the receive buffer. With None, they raise TransportError.
+        fallback: transport for exchanges that get no place in the receive buffer (``receive_ring.py``). With None, they
+            raise TransportError.
 
     Attributes:
         waits_at_once: whether callers wait for an exchange right after its launch. Then a kernel copies the rows that
@@ -76,7 +77,7 @@ class OneSidedTransport:
         """Starts to write rows to their receivers, and to copy the rows that stay on this rank.
 
         Raises:
-            TransportError: ``parts`` were planned for another number of ranks, or do not fit into the receive buffer
+            TransportError: ``parts`` were planned for another number of ranks, or get no place in the receive buffer
                 and there is no fallback transport. In both cases nothing was sent.
         """
         check_ranks(parts, self.ranks)
