@@ -73,8 +73,10 @@ def _library() -> ctypes.CDLL | None:
 def why_not() -> str | None:
     """Returns the reason why the library cannot be used, or None."""
     library, reason = _library(), _load()[1]
-    if library is None or not torch.cuda.is_available():
+    if library is None:
         return reason
+    if not torch.cuda.is_available():
+        return "torch finds no GPU here"
     source = torch.arange(64, dtype=torch.int32, device="cuda").view(4, 16)
     destination = torch.zeros_like(source)
     try:
@@ -138,8 +140,8 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
         pieces: for each tensor (address of its first row, address of the destination's first row, ranges, bytes of a
             row). The destination may be on any GPU. Ranges are a contiguous [N, 3] int64 array: first source row, first
             destination row, number of rows.
-        batched: whether one CUDA call copies all ranges, in any order. Otherwise one call per range follows the other,
-            and copies inside one GPU run as kernels.
+        batched: whether one CUDA call copies all ranges, in any order. Otherwise, and before CUDA 13, one call per
+            range follows the other, and copies inside one GPU run as kernels.
     """
     table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
     packed = np.array(table, np.int64)

@@ -42,6 +42,25 @@ def test_gpus_of_one_machine_must_reach_each_other():
     assert run_ranks(2, _why_not, ["one", "one"], False, True) == [None, None]
 
 
+def _why_not_after(failed, started):
+    """As if NVSHMEM had failed, or runs, over other ranks, of which the first rank was none."""
+    if dist.get_rank() == 1:
+        select._failed[:], select._started = failed, dict.fromkeys(started)
+    return _why_not(["one", "one"], False, True)
+
+
+@pytest.mark.parametrize(
+    "failed, started, said",
+    [
+        (["on rank 2, it does not start: no memory"], [], "on rank 2, it does not start: no memory"),
+        ([], [(1, 2)], "NVSHMEM runs over ranks (1, 2) already, and starts only once in a process"),
+        ([], [(0, 1)], None),
+    ],
+)
+def test_ranks_that_were_in_different_pools_get_the_same_answer(failed, started, said):
+    assert run_ranks(2, _why_not_after, failed, started) == [said, said]
+
+
 def test_doctor_says_the_same(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for finding in ("_driver", "_peer_access", "_nvlink"):
@@ -59,6 +78,12 @@ def test_doctor_names_what_nvshmem_has_for_networks(monkeypatch):
 class _Library:
     def __init__(self, can_signal):
         self.distca_can_signal = lambda: can_signal
+
+
+def test_a_library_without_a_gpu_is_not_used(monkeypatch):
+    monkeypatch.setattr(cuda_ops, "_library", lambda: _Library(1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda_ops.why_not.__wrapped__() == "torch finds no GPU here"
 
 
 @pytest.mark.parametrize("can_signal", [0, 1])
