@@ -360,9 +360,10 @@ class CAD:
             forward_only: whether to leave out backward.
 
         Raises:
-            SupportError: the model is another, or has changed since; it was wrapped for a distributed optimizer, and
-                another one trained it; a CAD with other options planned the step; or ``forward_step`` or the loss
-                function returned values of another form.
+            SupportError: the model was not attached to this CAD, or has changed since; it was wrapped for a distributed
+                optimizer, and another one trained it; torch.autocast is on, or torch.inference_mode in training; a CAD
+                with other options planned the step; or ``forward_step`` or the loss function returned values of
+                another form.
             TransportError: rows do not fit NVSHMEM's memory, and ``transport`` allows no other way.
             LaunchError: after a server without a model left or came, the pool could not form again.
 
@@ -446,6 +447,8 @@ class CAD:
 
     def let_server_go(self, number: int) -> None:
         """Makes all later steps run without server ``number`` of :attr:`servers`; all ranks call this method together.
+
+        With tensor parallelism, servers leave together, one for each tensor-parallel rank.
 
         Raises:
             SupportError: there is no such server, or servers cannot leave on this type of device.

@@ -16,7 +16,7 @@ from distca.transport.interface import sent_by
 
 
 class LayerCall:
-    """The core of one layer for a micro-batch's first part (``nano`` 0) or second part (``nano`` 1).
+    """The core of one layer for a micro-batch or its first part (``nano`` 0), or for its second part (``nano`` 1).
 
     At most one transfer may be under way at a time.
     """

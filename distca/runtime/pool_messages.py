@@ -18,8 +18,8 @@ from distca.errors import SupportError
 from distca.plan import PlanOptions
 
 FORMING = timedelta(seconds=20)
-"""The longest time for a generation's processes to connect. After it, homes start another generation. The first
-generation has TIMEOUT instead."""
+"""The longest time for the processes of a later generation to connect. After it, homes start another generation. The
+first generation has TIMEOUT, after which the run ends."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ def gpu_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def group_name(generation: int, part: int) -> str:
-    return f"{generation}/part/{part}"
+def group_name(generation: int, tp_rank: int) -> str:
+    """Returns the name of the process group of the homes with this tensor-parallel rank and their servers."""
+    return f"{generation}/part/{tp_rank}"
 
 
 def check_device(homes: str, own: str, number: int) -> None:

@@ -1,4 +1,6 @@
-"""Runs the core of a recurrent layer (linear attention, SSM) as five autograd nodes, which ``ping_pong.py`` calls.
+"""Runs the core of a recurrent layer (linear attention, SSM) as five autograd nodes.
+
+``ping_pong.py`` calls the nodes, and without disaggregation :func:`recurrent_core`.
 
     enter: launch halo → join → summarise → launch states → leave: join states, finish
 
@@ -17,7 +19,7 @@ Pieces are computed in these nodes:
 | the only piece | forward | | backward | |
 | the first | forward | | | backward |
 | the last | | forward | backward | |
-| an inner piece | only A and B | forward | the gradient of the state before it | backward |
+| an inner piece | only A and B | forward | its own ``do``'s gradient of the state before it | backward |
 
 Shape suffixes: N rows of this rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V elements of a head of v.
@@ -70,7 +72,7 @@ class RecurrentCall(LayerCall):
         self._own: dict[int, torch.Tensor] = {}  # by piece: own states to send; in backward, gradients of states
         self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; sent in forward and again in backward
         self._states: dict[int, torch.Tensor] = {}  # by inner or last piece: the state before the piece
-        # In ping, for each document with rows in pong: the state behind its rows in ping, and the state's gradient.
+        # In ping, by document of which this rank has rows in pong: the state behind ping's rows, and its gradient.
         self._last_states: dict[int, torch.Tensor] = {}
         self._last_state_gradients: dict[int, torch.Tensor] = {}
         self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping: the gradient of halo rows that pong read
@@ -298,7 +300,7 @@ def recurrent_core(
     g: torch.Tensor,
     beta_NH: torch.Tensor,
 ) -> torch.Tensor:
-    """Runs the five nodes of a :class:`RecurrentCall` one after the other; returns o_NHV. ``g`` is g_NH."""
+    """Runs the five nodes for a whole micro-batch, one after the other; returns o_NHV. ``g`` is g_NH."""
     call = RecurrentCall(pool, routes, what, kernel, layer, 0)
     token = call.summarise(call.join_halo(call.launch_halo(mixed_NC, g, beta_NH)), parameters)
     return call.join_states(call.launch_states(token))

@@ -95,8 +95,8 @@ def states_before(
         passed: by document, S behind its pieces in the nano-batch that was computed before this one.
 
     Returns:
-        S before each of this rank's pieces, by piece; and S behind this nano-batch, by document that goes on in the
-        other nano-batch.
+        S before this rank's pieces, by piece, but for the first pieces of documents, before which S is 0; and S behind
+        this nano-batch, by document of which this rank has a piece in the other nano-batch.
     """
     states, transitions = arrived
     found: dict[int, torch.Tensor] = {}

@@ -33,8 +33,8 @@ class StateRoutes:
         sends_state: indices of this rank's pieces whose own state is sent, in sending order.
         sends_transition: indices of this rank's pieces whose transition is sent, in sending order.
         states, transitions: moves of own states and of transitions; each is one row.
-        chains: for each document whose summaries this rank reads, the document's index, and links for its pieces in
-            order. A link says in which received rows A and B of the piece lie.
+        chains: for each document of which this rank computes a state, the document's index, and links for the pieces
+            that this takes, in order. A link says in which received rows A and B of the piece lie.
     """
 
     sends_state: list[int]

@@ -1,4 +1,4 @@
-"""The compute of a *server*: a rank that computes attention for its own rows and for rows of other ranks.
+"""The compute of a *server*: a rank that computes attention for rows of other ranks, and of its own if it has any.
 
 - task: a range of a document's queries, with all keys and values that they attend to.
 - buffer: the k,v rows (one token's key and value) that came to the server. A row that several tasks read is there once.
@@ -67,8 +67,8 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
         dkv_S2GD: gradients of the regions.
         later: in ping, gradients that pong's tasks computed for rows of this buffer; empty in pong.
     """
-    # The last task of a range reads up to the range's end. Its gradients are copied, and then the rows that other tasks
-    # also read are overwritten with the sums.
+    # The last task of a range reads up to the range's end. Its gradients are copied. Then sums overwrite all rows that
+    # any other task reads.
     dkv_U2GD = dkv_S2GD
     if route.repeats:
         dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])
