@@ -10,7 +10,8 @@ P_i is the sum of all rows' scores for expert i. "seq_aux_loss" is this formula 
 
 Here a loss is multiplied by its T, because a step ends with a division of gradients by the step's number of tokens. c_i
 has no gradient, so the gradient of a row's score for expert i is coeff x E x c_i / (topk x T). Forward counts c_i on
-each rank, one all-reduce adds up the counts of all ranks of the pipeline stage, and backward reads the sums.
+each rank, one all-reduce adds up the counts of all ranks of the pipeline stage, and backward reads the sums. Where the
+script scales the model's loss (``grad_scale_func`` of Megatron's configuration), these losses are scaled likewise.
 
 A *nano-batch* is the whole micro-batch, or one of its two parts. Shape suffixes: N rows on this rank; E experts; D
 documents of the micro-batch, but 1 without "seq_aux_loss".
@@ -70,6 +71,7 @@ class MicroBatchBalance:
         self.document_of, self._is_real = (each.split(list(nano_rows)) for each in (documents_N, documents_N >= 0))
         experts, device = config.num_moe_experts, documents_N.device
         assert experts is not None
+        self.loss_scale = _loss_scale(config, device) if training else 1.0
         self.per_document = coefficient(config, "seq_aux_loss") > 0
         groups = documents if self.per_document else 1
         # _best: the counts c_i. _load: the rows that each expert gets. _entropy: the sum of all rows' entropies.
@@ -169,11 +171,23 @@ class MicroBatchBalance:
         # The sum of all c_i is T x topk, so ``share_DE`` is E x c_i / (topk x T).
         rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)
         share_DE = best_DE / rows_times_topk * best_DE.shape[1]
+        of_micro_batch, of_document = (
+            coefficient(config, each) * self.loss_scale for each in ("aux_loss", "seq_aux_loss")
+        )
         if self.per_document:
             whole = best_DE.sum(0, keepdim=True)  # c_i of "aux_loss", over all documents
-            whole = whole / whole.sum().clamp(min=1) * best_DE.shape[1] * coefficient(config, "aux_loss")
-            return share_DE[nano_batch.document_N.clamp(min=0)] * coefficient(config, "seq_aux_loss") + whole
-        return share_DE * coefficient(config, "aux_loss")
+            whole = whole / whole.sum().clamp(min=1) * best_DE.shape[1] * of_micro_batch
+            return share_DE[nano_batch.document_N.clamp(min=0)] * of_document + whole
+        return share_DE * of_micro_batch
+
+
+def _loss_scale(config: TransformerConfig, device: torch.device) -> torch.Tensor | float:
+    """Returns the factor, a scalar tensor or 1.0, by which Megatron's schedules scale losses for balance."""
+    own = getattr(config, "moe_grad_scale_func", None)  # not in Megatron-Core 0.16.1
+    if own is None and config.grad_scale_func is None:
+        return 1.0
+    found = config.grad_scale_func(torch.ones(1, device=device)) if own is None else own()
+    return torch.as_tensor(found, device=device).reshape(())
 
 
 def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None:

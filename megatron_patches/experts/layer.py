@@ -62,7 +62,8 @@ class BalancedRouter(TopKRouter):
         graded = torch.is_grad_enabled() and nano_batch.balance.training
         if graded and config.moe_z_loss_coeff is not None:
             squares = torch.logsumexp(logits, -1).square()
-            logits = with_loss(logits, config.moe_z_loss_coeff * (squares * nano_batch.real_N).sum())
+            weight = config.moe_z_loss_coeff * nano_batch.balance.loss_scale
+            logits = with_loss(logits, weight * (squares * nano_batch.real_N).sum())
         probs, chosen = topk_routing_with_score_function(
             logits,
             self.topk,

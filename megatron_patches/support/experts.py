@@ -11,14 +11,15 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from megatron_patches.support.limits import Limit, check_limit
 
-# Fields that are not in LIMITS; ``check_experts`` limits some of them. The key says which code reads the fields.
+# Fields that are not in LIMITS; ``check_experts`` limits some of them. The key names the code that reads them, or says
+# why no code does.
 _OTHERS = {
-    "megatron's routers and experts, and the losses for balance between experts": """
+    "megatron's configuration, routers and experts, and the losses for balance between experts": """
         num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
         moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
         moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
-        expert_model_parallel_size""",
+        moe_grad_scale_func moe_layer_recompute moe_router_topk_limited_devices expert_model_parallel_size""",
     "no code, as code of this project, which computes the same formula, takes megatron's place": """
         moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_per_layer_logging
         moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert moe_mlp_glu_interleave_size
@@ -28,9 +29,8 @@ _OTHERS = {
         moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
         moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
-        moe_ncclep_static_shape moe_ncclep_zero_copy moe_token_drop_policy moe_router_topk_limited_devices
-        moe_router_quantile_balancing_ema moe_layer_recompute moe_extended_tp moe_grad_scale_func
-        expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size
+        moe_ncclep_static_shape moe_ncclep_zero_copy moe_token_drop_policy moe_router_quantile_balancing_ema
+        moe_extended_tp expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size
         moe_pad_experts_for_cuda_graph_inference""",
 }
 _DROPS = "two nano-batches would drop other rows than the whole micro-batch"

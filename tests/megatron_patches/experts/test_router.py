@@ -58,6 +58,32 @@ def test_the_chosen_experts_are_sorted_out_once_and_counted_as_megatron_counts(b
     assert float(nano_batch.balance._entropy[0]) == pytest.approx(float(entropy), rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"grad_scale_func": lambda loss: 4.0 * loss},
+        {"grad_scale_func": lambda loss: 8.0 * loss, "moe_grad_scale_func": lambda: torch.tensor([4.0])},
+    ],
+)
+def test_losses_for_balance_are_scaled_as_megatron_scales_losses(kind, scaling):
+    hidden = torch.randn(ROWS, 1, HIDDEN, generator=torch.Generator().manual_seed(4))
+
+    def gradient(coefficients, fields):
+        router = _router(moe_z_loss_coeff=coefficients.pop("moe_z_loss_coeff", 0.0))
+        for name, value in {"moe_router_load_balancing_type": kind, **coefficients, **fields}.items():
+            setattr(router.config, name, value)
+        nano_batch = _nano_batch(router)
+        probs, _, count = router(hidden, nano_batch)
+        count()
+        nano_batch.balance._counting = False
+        return torch.autograd.grad(probs, router.weight, torch.zeros_like(probs))[0]
+
+    for only in ({}, {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.01}):
+        plain = gradient(dict(only), {})
+        assert plain.any() and torch.equal(gradient(dict(only), scaling), 4.0 * plain)
+
+
 def test_experts_of_a_layer_are_looked_at_once_in_a_micro_batch():
     balance, looks = _nano_batch(_router()).balance, []
     found = [balance.experts(layer, lambda layer=layer: looks.append(layer) or layer) for layer in (1, 2, 1, 2)]
