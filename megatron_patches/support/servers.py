@@ -1,4 +1,7 @@
-"""Refuses what does not go together with servers without a model, which are processes that only compute attention."""
+"""Refuses what does not go together with servers without a model, which are processes that only compute attention.
+
+``ServerMembers`` and ``LateServers`` check the servers' GPUs, at the start and when servers come.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def check_gpus(servers: Sequence[Comer], tp: int, of_homes: Collection[str] = ()
         of_homes: identities of the homes' GPUs; "" for a CPU.
 
     Raises:
-        SupportError: a server is refused; the message names the first.
+        SupportError: a server is refused; the message names it.
     """
     for tp_rank in range(tp):
         first: dict[str, int] = {}
@@ -48,9 +51,7 @@ def check_gpus(servers: Sequence[Comer], tp: int, of_homes: Collection[str] = ()
                     "(LOCAL_RANK, CUDA_VISIBLE_DEVICES)."
                 )
             if each.gpu_id and first.setdefault(each.gpu_id, each.number) != each.number:
-                may = f"let at most {tp} servers with consecutive numbers share a GPU"
                 raise SupportError(
                     f"Servers {first[each.gpu_id]} and {each.number} of the pool share a GPU and serve the same "
-                    "tensor-parallel rank, but NCCL takes one process of a group on each GPU: "
-                    f"{may if tp > 1 else 'start each on its own'}."
+                    "tensor-parallel rank, but NCCL takes one process of a group on each GPU: start each on its own."
                 )
