@@ -177,13 +177,13 @@ def _non_attention(
     if rate is None:
         if level == "auto":
             logger.info(
-                "Plans make only attention's seconds equal, as the cost table has no seconds of linear layers; `distca "
-                "profile` measures them."
+                "Plans make only attention's seconds equal, as no cost table in use has seconds of linear layers; "
+                "`distca profile` measures them."
             )
             return None
         raise PlanError(
-            "level is time, but no cost table of this device and kernel has seconds of linear layers: measure one with "
-            "`distca profile`, or set level to attention."
+            "level is time, but no cost table in use has seconds of linear layers: measure one with `distca profile` "
+            "and give it as cost_table, or set level to attention."
         )
     fp8 = fp8_of(config)
     if (in_fp8 := rate.in_fp8(fp8)) is None:

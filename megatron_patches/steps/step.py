@@ -42,13 +42,15 @@ class Step:
         documents: the documents, by micro-batch of the plan. The plan may move documents to other micro-batches.
         balance: each server's estimated seconds for one layer, with this plan and without balancing.
         routes: this rank's routes; None if the CAD's ``disaggregate`` is False.
+        batches: this rank's rows of each micro-batch, on its device.
         planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
         vocabulary: all token ids of this rank are below this number; None if ids were not checked.
         announced: the number of the step in orders to servers without a model; 0 without such servers, and on ranks
             other than 0.
         generation: how often the set of servers without a model had changed when the step was planned.
-        queued: must be called once the step's last kernel is queued; ``CAD.plan_ahead`` then plans the next step.
+        queued: ``CAD.forward_backward`` calls it when the step's last kernel is queued. ``CAD.plan_ahead`` then begins
+            to plan the next step; without a call it begins when the loop asks for that step.
     """
 
     documents: StepDocuments
@@ -179,8 +181,9 @@ def _disaggregated(
 def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
     """Returns the routes of all layers of this stage: the given routes, and new ones for recurrent layers.
 
-    A piece is a run of a document's rows on one rank. Routes of a recurrent layer move the recurrent state from a
-    document's earlier pieces to later ones. They also move the ``halo_rows`` rows before a piece, for its convolution.
+    A piece is a run of a document's rows on one rank, in one nano-batch. Routes of a recurrent layer move the recurrent
+    state from a document's earlier pieces to later ones. They also move the ``halo_rows`` rows before a piece, for its
+    convolution.
     """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences

@@ -54,7 +54,7 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
         raise PlanError(f"A step is a list of micro-batches, and each a list of documents ({error}).") from None
     for number, micro_batch in enumerate(micro_batches):
         for place, document in enumerate(micro_batch):
-            _check_row(f"Document {place} of micro-batch {number}", document)
+            _check_document(f"Document {place} of micro-batch {number}", document)
     homes, weights = (
         None if values is None else _by_document(name, kinds, values, micro_batches)
         for name, kinds, values in (("homes", "iu", documents.homes), ("weights", "biuf", documents.weights))
@@ -110,7 +110,7 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
             )
 
 
-def _check_row(name: str, document: Any) -> None:
+def _check_document(name: str, document: Any) -> None:
     indexed = hasattr(document, "__len__") and hasattr(document, "__getitem__")
     if not indexed or isinstance(document, Mapping | str | bytes):
         found = f"a {type(document).__name__}"
@@ -136,7 +136,7 @@ def checksum(documents: StepDocuments) -> int:
         document = everyone[number]
         first = max(0, (len(document) - _SAMPLE_IDS) // 2)
         ids = np.asarray(document[first : min(first + _SAMPLE_IDS, len(document))])
-        if ids.dtype.kind in "iu":  # another type is refused later, by the ranks that hold the document
+        if ids.dtype.kind in "iu":  # ranks that hold a document refuse another type when they read their rows
             value = zlib.crc32(ids.astype(np.int64).tobytes(), value)
     return value
 

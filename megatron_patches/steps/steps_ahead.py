@@ -19,8 +19,8 @@ from megatron_patches.steps.step_documents import checksum
 class AgreedSteps:
     """Makes the steps of this rank's loops (training, validation) in one thread, and compares each step between ranks.
 
-    Ranks compare checksums of the step's plan and of a sample of the step's token ids. All ranks must create the object
-    together, because it creates a process group.
+    Ranks compare checksums of the step's plan, of the documents' weights and of a sample of their token ids. All ranks
+    must create the object together, because it creates a process group.
 
     Args:
         device: the device to which the thread copies a step's tensors.
@@ -38,7 +38,8 @@ class AgreedSteps:
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError: a step could not be made on another rank, or ranks have different plans or documents.
+            PlanError: a step could not be made on another rank; ranks have different plans or documents; or they are in
+                different loops.
         """
         return iter(StepsAhead(self._agreement.on(steps, _fingerprint, first), self._thread))
 
@@ -118,6 +119,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # The training loop calls `queued` when all work of this step is queued on the device. Planning that began
+        # CAD.forward_backward calls `queued` when all work of this step is queued on the device. Planning that began
         # earlier would slow the queueing, because both need Python's global lock.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

@@ -76,20 +76,21 @@ def costs_by_sort(
         return tuple(PoolCost(tables, of_server) for tables in zip(*of_sort, strict=True))
     if warns:
         logger.warning(
-            "The pool has unlike servers (%s), and some have no cost table for these heads. So plans count all servers "
-            "as fast as the first: measure tables with `distca profile`, or set `speeds`.",
+            "The pool has unlike servers (%s), and some have no cost table of their own for these heads. So plans "
+            "count all servers as fast as the first: give `cost_table` a folder with a table of `distca profile` for "
+            "each, or set `speeds`.",
             ", ".join(map(str, unlike)),
         )
     return costs
 
 
 def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[int]) -> tuple[float, ...]:
-    """Divides each server's speed by the number of servers on its GPU.
+    """Divides each server's speed by the number of processes on its GPU.
 
     Args:
         speeds: each server's speed alone on its GPU, relative to its cost table; empty if all speeds are 1.
         homes: number of servers whose processes train; they come first, and share no GPU.
-        sharing: for each server without a model, the number of servers on its GPU.
+        sharing: for each server without a model, the number of processes on the fullest of its GPUs.
     """
     if max(sharing, default=1) == 1:
         return tuple(speeds)
@@ -98,12 +99,12 @@ def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[
 
 
 def gb_s_beside_others(gb_s: float, usual: float, sharing: Sequence[int]) -> tuple[float, ...]:
-    """Divides the GB/s over the network among the servers on a GPU.
+    """Divides the GB/s over the network among the processes on a GPU.
 
     Args:
-        gb_s: what a server alone on its GPU has; 0 takes ``usual``.
+        gb_s: what a server has whose GPUs hold one process each; 0 takes ``usual``.
         usual: what a home has.
-        sharing: for each server without a model, the number of servers on its GPU.
+        sharing: as in :func:`speeds_beside_others`.
 
     Returns:
         GB/s of each server without a model; empty if all have what a home has.

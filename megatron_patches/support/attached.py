@@ -31,7 +31,7 @@ _MAY_CHANGE = {
 }
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _EXPERTS, _LINEAR = "mlp.experts", ("linear_fc1", "linear_fc2")
-"""In a layer, the path of its experts, of which only the linear layers may be called; and the names of these."""
+"""In a layer, the path of its experts; and the names of their linear layers, which are called if they have hooks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +89,11 @@ def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
 
 
 def check_as_attached(model: Any, pool: AttentionPool) -> None:
-    """Checks that the CAD with ``pool`` attached a model, and that the model is unchanged since.
+    """Checks that the CAD with ``pool`` attached a model, and that its configuration and modules are the same since.
 
     Raises:
-        SupportError: another CAD attached the model, the model has changed, or a hook or a changed ``forward`` in a
-            layer would never run.
+        SupportError: another CAD attached the model; a field or module has changed; or a hook or a changed ``forward``
+            in a layer would never run.
     """
     then: Attached = model.attached
     if then.pool is not pool:

@@ -99,7 +99,7 @@ def check_model(
     """Refuses a GPTModel that was built with an argument or a module that is not supported.
 
     Args:
-        model: the model as it was built, with no part replaced yet.
+        model: the model as it was built. Only its rotary embedding may have been replaced, by a PositionRotary.
         layer: the class that every layer must have. With the default, a layer must have the class that ``layer_class``
             returns for it.
         options: the model's options for which Megatron's configuration has no field.

@@ -1,7 +1,7 @@
 """Says which values of each field of Megatron's TransformerConfig are supported.
 
-``experts.py`` lists the fields of mixtures of experts, and this file lists all others. A field that neither lists is
-from an unknown version of Megatron, and must have its default.
+``experts.py`` lists fields that only models with experts read, and this file lists all others. A field that neither
+lists is from an unknown version of Megatron or from a subclass, and must have its default.
 
 Attention servers are ranks that compute core attention for other ranks. ``CAD`` is ``distca.CAD``, the object that
 training scripts make.
@@ -167,7 +167,7 @@ LIMITS = {
     "config_logger_dir": Limit("the inputs and logits that would be logged do not exist here", ("",)),
     # Memory
     "recompute_granularity": Limit(
-        "core attention is never recomputed; CAD(recompute='all') recomputes everything else, if this field is None",
+        "CAD(recompute='all') takes the place of full recomputation, and needs None",
         (None, "selective"),
         "recompute_method recompute_num_layers distribute_saved_activations",
     ),

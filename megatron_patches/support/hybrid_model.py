@@ -57,7 +57,7 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
     """Refuses a HybridModel that is not supported, or differs from what the user told this project about it.
 
     Args:
-        model: the model as it was built, before ``CAD.attach`` replaces parts of it.
+        model: the model as it was built. Only its rotary embedding may have been replaced, by a PositionRotary.
         pattern: the ``hybrid_layer_pattern`` that the user gave to :class:`megatron_patches.api.CAD`.
         options: the ``model_options`` that the user gave to CAD.
 

@@ -41,7 +41,7 @@ def check_layer_spec(spec: ModuleSpec) -> None:
     """Refuses a layer spec that names a class which is not supported.
 
     Args:
-        spec: the spec of a transformer layer, from Megatron's get_gpt_layer_local_spec or
+        spec: the spec of a dense transformer layer, from Megatron's get_gpt_layer_local_spec or
             get_gpt_layer_with_transformer_engine_spec.
 
     Raises:

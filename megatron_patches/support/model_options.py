@@ -26,7 +26,7 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
     Raises:
         SupportError: one or several options are refused; the message names one of them.
     """
-    for sentence in (*_values(options), *_norms(options, config), *_rotations(options, config)):
+    for sentence in (*_values(options), *_conflicts(options, config), *_rotations(options, config)):
         raise SupportError(sentence)
 
 
@@ -72,7 +72,7 @@ def _values(options: ModelOptions) -> Iterator[str]:
         )
 
 
-def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
+def _conflicts(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
     if not config.qk_layernorm:
         for name in ("query_key_norm", "norm_after_rotation"):
             if getattr(options, name) != getattr(MEGATRONS, name):

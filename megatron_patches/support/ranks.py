@@ -68,7 +68,7 @@ def check_groups(config: TransformerConfig) -> None:
 
 
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
-    """Compares configurations (by :func:`fields_of`) and ``CAD``'s arguments between ranks, which call this together.
+    """Compares configurations (by :func:`fields_of`) and ``arguments`` of CAD between ranks, which call this together.
 
     Numbers, texts, booleans, None, dtypes, lists and tuples are compared, and functions by name.
 
@@ -90,8 +90,8 @@ def check_same_frozen(model: LanguageModule) -> None:
     """Compares which weights of a model are frozen between ranks, which call this together. Experts are left out.
 
     Raises:
-        SupportError: on all ranks, if ranks of a pipeline stage froze different weights; or if of an embedding and an
-            output layer with the same weights, on two stages, one is frozen. The message names the first such weight.
+        SupportError: on all ranks, if ranks of a pipeline stage froze different weights; or if an embedding and an
+            output layer on two stages share weights, and only one is frozen. The message names the first such weight.
     """
     frozen = [
         name

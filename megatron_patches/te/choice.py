@@ -1,7 +1,10 @@
-"""Chooses Megatron's own or Transformer Engine's linear layers for a model, and refuses FP8 that cannot run here.
+"""Chooses Megatron's own or Transformer Engine's linear layers for a model.
 
-Only Transformer Engine's layers compute in FP8. The setting ``fp8`` names the values from which the scale of an FP8
-tensor is computed: the tensor's own ("current"), those of earlier steps ("delayed"), or each block's ("blockwise").
+It refuses FP8 and bfloat16 moments of Adam where they cannot be had. Only Transformer Engine's layers compute in FP8.
+
+In messages ``fp8`` is the trainer's setting, or :func:`fp8_of` Megatron's configuration. It names the values from which
+the scale of an FP8 tensor is computed: the tensor's own ("current"), those of earlier steps ("delayed"), or each
+block's ("blockwise").
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
 def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
     """Raises SupportError, which says why a layer spec cannot have Transformer Engine's linear layers."""
-    reason = why_not_te(device, config.params_dtype) or "`linears` is local, and neither auto nor te"
+    reason = why_not_te(device, config.params_dtype) or "`linears` is local, or another rank cannot use them"
     if config.num_moe_experts or is_latent(config):
         reason = _OWN
     raise SupportError(

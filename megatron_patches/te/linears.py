@@ -1,6 +1,6 @@
-"""Megatron's wrappers of Transformer Engine's linear layers, changed for layers that run a micro-batch in two parts.
+"""Megatron's wrappers of Transformer Engine's linear layers, changed for micro-batches that run as two nano-batches.
 
-A layer runs forward of part 1, then of part 2. Later it runs backward of part 2, then of part 1.
+A layer runs forward of ping, then of pong. Later it runs backward of pong, then of ping.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Linear:
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Always False. With True, backward of part 1 would overwrite the weight's gradient from part 2."""
+        """Always False. With True, backward of ping would overwrite the weight's gradient from pong."""
         return False
 
     @is_first_microbatch.setter

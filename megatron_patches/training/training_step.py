@@ -62,7 +62,7 @@ def wrap_for_data_parallel(
     )
     norm_gradients_together()
     copy_weights_together()
-    with torch.enable_grad():  # Megatron looks up nodes of autograd, also where the caller left it off
+    with torch.enable_grad():  # Megatron needs nodes of autograd here, also if the caller has switched it off
         wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.finalize_model_grads_func = finalize_gradients
     config.no_sync_func = no_sync_of(wrapped)

@@ -86,7 +86,7 @@ def test_a_missing_table_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         assert isinstance(found, PoolCost) and found.of_server == (0, 0, 1, 0)
         assert costs_by_sort((COST,), POOL, lambda _: None, False) == (COST,) and not caplog.text
         assert costs_by_sort((COST,), POOL, lambda _: None, True) == (COST,)
-    assert "unlike servers (new with flash4, old with torch), and some have no cost table" in caplog.text
+    assert "unlike servers (new with flash4, old with torch), and some have no cost table of their own" in caplog.text
 
 
 def test_a_server_of_several_ranks_counts_with_its_slowest_kernel() -> None:
