@@ -66,8 +66,8 @@ class CadArguments(CadOptions):
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
             needs recompute "none", and a configuration without recomputed modules and without FP8.
         offload: True keeps every layer's inputs, q, k, v and attention outputs in host memory until backward. It needs
-            ``disaggregate``, recompute "all", backward "resend" or "auto", and neither stages, ``servers`` nor
-            recurrent layers.
+            ``disaggregate``, recompute "all", backward "resend" or "auto", and neither stages nor ``servers``. A model
+            with recurrent layers, ``hybrid_layer_pattern`` or ``attention_output_gate`` cannot have it.
         linears: whose linear layers a model gets: Megatron's own ("local"), Transformer Engine's ("te"), or Transformer
             Engine's if they work here ("auto"). Transformer Engine's need GPUs, bfloat16, and a model without experts
             or latent attention. FP8 needs "te" or "auto", and the configuration's ``fp8`` ("hybrid" or "e4m3") and

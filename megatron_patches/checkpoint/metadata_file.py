@@ -95,7 +95,8 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
     """Compares ``metadata`` with the files in the folder ``checkpoint``.
 
     Raises:
-        UnpicklingError: the parts of a tensor do not make up its shape, or a file is missing or too short.
+        UnpicklingError: the parts of a tensor do not make up its shape; a file is missing or too short; or the files
+            together have fewer bytes than a tensor.
     """
     ends: dict[str, int] = {}  # for each file, where its last part ends, in bytes
     for info in metadata.storage_data.values():

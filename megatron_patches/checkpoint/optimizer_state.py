@@ -61,8 +61,9 @@ def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Returns ``model_state``, the result of the model's ``sharded_state_dict``, without FP8 numbers.
 
-    For saving, each FP8 weight is replaced by boxes of the optimizer's float32 copy (*main weight*), in the dtype that
-    the weight would have without FP8. For loading, FP8 weights are left out: they are computed from main weights later.
+    For saving, each FP8 weight is replaced by this rank's boxes of the optimizer's float32 copy (*main weight*), in the
+    dtype that the weight would have without FP8. For loading, FP8 weights are left out: they are computed from main
+    weights later.
     """
     quantised = {
         name: each
@@ -211,7 +212,7 @@ def _boxes_of(
     if is_fp8(weight):
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)
-    for piece in _pieces(described):
+    for piece in pieces(described):
         data = piece.data
         assert data.is_contiguous(), "Megatron cuts weights along their first axis"
         piece_start = data.storage_offset() - weight.storage_offset()
@@ -236,7 +237,7 @@ def _boxes_of(
             at += count
 
 
-def _pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+def pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     """Returns the tensors that Megatron saves for a weight, for example gate and up projection of an MLP."""
     if isinstance(described, ShardedTensor):
         return [described]

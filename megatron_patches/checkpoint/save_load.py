@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -29,6 +29,7 @@ from megatron_patches.checkpoint.optimizer_state import (
     holds_weights,
     keep_parts,
     optimizer_parts,
+    pieces,
     without_fp8,
 )
 from megatron_patches.checkpoint.staging import HostStaging
@@ -73,8 +74,8 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     Raises:
         VersionError: the checkpoint needs a newer Megatron-Core.
         UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
-        ConfigError: the model has other tensors than the one that was saved. Ranks whose tensors are alike raise
-            SupportError.
+        ConfigError: a tensor of the model has another shape in the checkpoint, or is not there. Ranks whose own tensors
+            fit raise SupportError.
     """
     _check_readable(path)
     _allocate_state(optimizer.optimizer)
@@ -108,8 +109,9 @@ def _check_shapes(model: dict[str, Any], metadata: Metadata, path: Path) -> None
     Raises:
         ConfigError: a tensor's shape differs, or the checkpoint does not have the tensor.
     """
-    for tensor in nested_values(model):
-        if not isinstance(tensor, ShardedTensor) or tensor.allow_shape_mismatch:
+    weights = (each for each in nested_values(model) if isinstance(each, ShardedTensor | ShardedTensorFactory))
+    for tensor in (piece for weight in weights for piece in pieces(weight)):
+        if tensor.allow_shape_mismatch:
             continue
         saved = getattr(metadata.state_dict_metadata.get(tensor.key), "size", None)
         if saved is None or tuple(saved) != tuple(tensor.global_shape):

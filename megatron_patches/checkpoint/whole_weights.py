@@ -28,11 +28,12 @@ from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.hugging_face.slots import Slot
 from megatron_patches.hugging_face.weights import slot_of
 
-_Parameter = tuple[tuple[str, ...], int | None, Slot]
-"""A parameter of the model: its keys in the checkpoint, an index or None, and its slot.
+_Member = tuple[int, int]
+"""The number of a layer or expert, and how many of them a checkpoint's tensor stacks along its first dimension."""
+_Parameter = tuple[tuple[str, ...], _Member | None, Slot]
+"""A parameter of the model: its keys in the checkpoint, which member of a stack it is or None, and its slot.
 
-Tensors of several keys are concatenated along the first dimension. If a checkpoint's tensor stacks layers or experts
-along the first dimension, the index is that of the layer or expert.
+Tensors of several keys are concatenated along the first dimension.
 """
 
 _LAYER = (
@@ -145,11 +146,11 @@ class SavedWeights:
         One parameter at a time is in memory.
 
         Raises:
-            ModelError: the checkpoint lacks a parameter of the model.
+            ModelError: the checkpoint lacks a parameter of the model, or has another number of layers or experts.
             UnreadableError: a parameter cannot be read.
         """
-        for keys, number, slot in self._parts():
-            parts = [self._read(key, number) for key in keys]
+        for keys, member, slot in self._parts():
+            parts = [self._read(key, member) for key in keys]
             parameter = parts[0] if len(parts) == 1 else torch.cat(parts)
             yield from zip(slot.names, slot.tensors([parameter]), strict=True)
 
@@ -178,35 +179,43 @@ class SavedWeights:
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
             # In checkpoints of models without experts, each tensor stacks all layers.
-            stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
+            stacked = not model.experts.count
+            place, member = ("decoder.layers", (layer, model.layers)) if stacked else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
                 if _has(model, part, mixture):
                     slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
                     key = part if model.latent.kv_rank else _SAVED_AS.get(part, part)
-                    yield (f"{stack}.{key}",), number, slot
+                    yield (f"{place}.{key}",), member, slot
             if mixture:
                 yield from self._of_experts(layer)
 
     def _of_experts(self, layer: int) -> Iterator[_Parameter]:
-        model, place = self._model, f"decoder.layers.{layer}"
-        for expert in range(model.experts.count):
+        model, place, count = self._model, f"decoder.layers.{layer}", self._model.experts.count
+        for expert in range(count):
             for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
                 name = part.replace("experts.experts", f"experts.local_experts.{expert}")
-                yield (f"{place}.{part}",), expert, slot_of(f"{place}.{name}", layer, model)
+                yield (f"{place}.{part}",), (expert, count), slot_of(f"{place}.{name}", layer, model)
 
-    def _read(self, key: str, number: int | None) -> torch.Tensor:
-        """Returns the tensor under ``key``; with ``number``, the slice at this index of the first dimension."""
+    def _read(self, key: str, member: _Member | None) -> torch.Tensor:
+        """Returns the tensor under ``key``, or with ``member`` the slice of one layer or expert."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ModelError(f"{self._path} lacks the weight {key} of the model that its configuration describes.")
-        size = list(stored.size) if number is None else [1, *stored.size[1:]]
+        size, begin = list(stored.size), [0] * len(stored.size)
+        if member is not None:
+            number, count = member
+            if size[:1] != [count]:  # torch would read nothing of a slice behind the tensor's end, without an error
+                raise ModelError(
+                    f"{self._path} has shape {size} for {key}, but for the model that its configuration describes the "
+                    f"first number would be {count}."
+                )
+            size[0], begin[0] = 1, number
         tensor = torch.empty(size, dtype=stored.properties.dtype)
-        begin = [0] * len(size) if number is None else [number, *[0] * (len(size) - 1)]
         planner = _PartPlanner(key, stored, begin)
         reader = _PartReader(self._path, self._metadata)
         with readable():
             checkpoint.load({key: tensor}, storage_reader=reader, planner=planner, no_dist=True)
-        return tensor if number is None else tensor[0]
+        return tensor if member is None else tensor[0]
 
 
 class _PartReader(checkpoint.FileSystemReader):

@@ -50,8 +50,11 @@ class MicroBatchBalance:
 
     Args:
         layers: this stage's layers with experts, counted from 1 over the whole model.
-        documents_N: int64 number of each row's document, for this rank's rows in all nano-batches; -1 for padding.
+        documents_N: int64 number of each row's document, for this rank's rows, one nano-batch after the other; -1 for
+            padding.
+        nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
+        training: whether rows are counted; False in evaluation.
         peers: [expert-parallel ranks, nano-batches] numbers of rows, on their way to the host. None without expert
             parallelism.
     """
@@ -93,8 +96,8 @@ class MicroBatchBalance:
     ) -> MicroBatchBalance:
         """Returns zero counts for a micro-batch; all expert-parallel ranks call this method together.
 
-        ``nano_rows`` has each nano-batch's number of rows. With sequence parallelism, ``documents_N`` and ``nano_rows``
-        cover the rows of all tensor-parallel ranks.
+        With sequence parallelism ``documents_N`` has the rows of all tensor-parallel ranks, one rank after the other.
+        ``nano_rows`` has the number of rows of each whole nano-batch.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -131,8 +134,8 @@ class MicroBatchBalance:
 
         Args:
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
-            chosen_NE: bool, true for the experts to which a row is sent. It is ``best_NE`` itself, unless router biases
-                or groups of experts may make them other experts.
+            chosen_NE: bool, true for the experts to which a row is sent. If it is ``best_NE`` itself, rows are added up
+                once for both.
             scores_NE: the scores. The sum of a row's scores is 1.
         """
         if not (self._counting and self.training):

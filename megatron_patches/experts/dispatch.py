@@ -45,9 +45,12 @@ class Dispatch:
     """The indices for one call of a layer with experts; :meth:`of` makes them.
 
     Args:
+        expert_NK: int32 numbers of each row's experts.
+        experts: E.
         group: the expert-parallel ranks. Rank 0 has the first E / G experts, rank 1 the next, and so on.
         question: a copy to the host of [G, E] numbers of rows that each rank has for each expert. With ``goes_NG`` it
             is [G, E + G]: numbers of rows that each rank sends to each rank follow.
+        rows_G: number of rows of each rank.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
     """
 
@@ -105,7 +108,7 @@ class Dispatch:
         return x_N[self._sent_row_S]
 
     def collected(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Returns [N, H] each row's sum of the results from the ranks to which the row was sent."""
+        """Returns [N, ...] each row's sum of the results from the ranks to which the row was sent."""
         return x_S if self._place_NG is None else expert_sums(x_S, self._place_NG)
 
     @property
@@ -180,7 +183,7 @@ def _places_of_experts(
     return place_E.to(narrow), places.to(narrow)
 
 
-@lru_cache(maxsize=2)  # the two parts of a micro-batch have other numbers of rows
+@lru_cache(maxsize=2)  # a micro-batch's two nano-batches may have different numbers of rows
 def _places_of_all(rows: int, ranks: int, device: torch.device) -> torch.Tensor:
     """Returns [N, G] where each row's result from each rank is, if all rows are sent to all ranks."""
     return torch.arange(ranks * rows, device=device).view(ranks, rows).T.contiguous()

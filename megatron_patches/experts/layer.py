@@ -116,7 +116,7 @@ class NanoBatchExperts(MoELayer):
         del count  # its tensors
         shared = None if self.shared_experts is None else _perhaps_again(again, self.shared_experts, hidden)
         assert self.layer_number is not None
-        # The host looks while rows travel.
+        # Finding the experts takes the host long, so it does this while rows travel.
         experts = nano_batch.balance.experts(self.layer_number, partial(FoundExperts.of, self.experts))
         yield
         arrived = exchange.join_rows(launched, experts.last_first)

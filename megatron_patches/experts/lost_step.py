@@ -1,7 +1,8 @@
-"""Undoes a step's changes to the routers of a model with experts, before ``distca.CAD`` repeats the step.
+"""Undoes a step's changes to the counts of experts' rows, before ``distca.CAD`` repeats the step.
 
-A step is repeated if a rank that computes attention for the model's ranks is lost. The repeated step sets gradients to
-zero, but would keep what the lost step changed in the routers' buffers.
+A step is repeated if a *server without a model*, a process that only computes attention, is lost. The repeated step
+sets gradients to zero, but would count the lost step's rows too. Counts are in routers' buffers and in
+``model.expert_load``.
 """
 
 from __future__ import annotations

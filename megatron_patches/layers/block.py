@@ -122,7 +122,7 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 
 
 def _split(hidden: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Returns the rows of each nano-batch. Backward of ``split`` copies all rows, so a single one is not split."""
+    """Returns the rows of each nano-batch. With one nano-batch nothing is split: backward of ``split`` copies rows."""
     return (hidden,) if len(rows) == 1 else hidden.split(list(rows))
 
 

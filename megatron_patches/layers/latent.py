@@ -70,7 +70,8 @@ class GivenAngles(torch.nn.Module):
 class LatentLayer(SplitTransformerLayer):
     """A layer whose keys and values are expanded from latent rows.
 
-    Unlike other layers this one keeps the output of ``input_layernorm``, because two projections read the output.
+    Other layers may free the output of ``input_layernorm`` until backward. This one does not, because two projections
+    read the output.
     """
 
     def pre(self, hidden: torch.Tensor, rotation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -11,11 +11,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from benchmarks import family_models
+from distca.errors import ModelError
 from distca.models.description import ModelDescription, describe_folder
 from megatron_patches.checkpoint.unpickling import UnreadableError
 from megatron_patches.checkpoint.whole_weights import SavedWeights
 
 NAME = "embedding.word_embeddings.weight"
+NORM = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
 
 
 class _Runs:
@@ -74,3 +76,15 @@ def test_a_shard_that_is_cut_off_is_unreadable(saved: tuple[Path, ModelDescripti
     shard.write_bytes(shard.read_bytes()[:500])
     with pytest.raises(UnreadableError):
         next(SavedWeights(path, model).tensors())
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_checkpoint_with_another_number_of_layers_is_refused(
+    tmp_path: Path, saved: tuple[Path, ModelDescription], layers: int
+) -> None:
+    _, model = saved
+    assert model.layers == 2
+    tensors = {NAME: torch.ones(family_models.VOCABULARY, 32), NORM: torch.ones(layers, 32)}
+    save(tensors, storage_writer=FileSystemWriter(tmp_path / "other"), no_dist=True)
+    with pytest.raises(ModelError, match=rf"shape \[{layers}, 32\] for {NORM}, but .* would be 2\."):
+        list(SavedWeights(tmp_path / "other", model).tensors())
