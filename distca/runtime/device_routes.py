@@ -249,7 +249,9 @@ class StepRoutes:
 
     @staticmethod
     def of(plan: StepPlan, stage: int, rank: int, device: Destination) -> StepRoutes:
-        """Returns the routes of data-parallel rank ``rank`` of pipeline stage ``stage``."""
+        """Returns the routes of data-parallel rank ``rank`` of pipeline stage ``stage``, in layers with attention.
+
+        Callers add those of recurrent layers."""
         return StepRoutes._of(plan, plan.options.pool_rank(stage, rank), stage, device)
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""Computes attention and recurrences for other ranks, while this rank has no micro-batch of its own.
+"""Computes attention for other ranks, while this rank has no micro-batch of its own.
 
 In a *phase* all pipeline stages run forward, or all run backward; a stage has one micro-batch or none. A server without
 a model never has one. In each layer, ranks exchange q, k, v and outputs, and every rank must take part in these
-exchanges. So a rank without a micro-batch runs stand-ins for layers, whose own q, k and v have 0 rows. A micro-batch is
-computed in one or two parts, the *nano-batches* ping (first) and pong (second).
+exchanges. So a rank without a micro-batch runs stand-ins for layers, whose own q, k and v have 0 rows. In recurrent
+layers, ranks compute only their own rows. There a stage without a micro-batch takes part in exchanges, and computes
+nothing. A micro-batch is computed in one or two parts, the *nano-batches* ping (first) and pong (second).
 """
 
 from __future__ import annotations

@@ -51,6 +51,9 @@ class TargetLoad:
         mean: [K] attention per server before tasks are cut; needed if servers are not equally fast, or for two
             directions.
 
+    Attributes:
+        alike: True if neither ``other_seconds`` nor ``slowness`` is given; then every target is the mean.
+
     Raises:
         PlanError: ``other_seconds`` have another shape, or a number is negative or not finite.
     """
