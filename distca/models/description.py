@@ -324,6 +324,8 @@ def _latent(family: Family, said: Mapping[str, Any], rope: Rope, where: str) -> 
         raise ModelError(f"In {where} latent attention cannot work: its {problem}")
     if not rope.scaling.truncate:
         raise ModelError(f"{where} has truncate false for rotary positions, which latent attention does not know here.")
+    if wrong := latent.scaling_problem(rope.scaling):
+        raise ModelError(f"In the scaling of rotary positions of {where} {wrong}")
     return replace(latent, score_magnitude=rope.score_magnitude)
 
 

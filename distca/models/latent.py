@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from distca.models.rope import RopeScaling
+
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
@@ -69,3 +71,14 @@ class Latent:
                 "not be wider; lower it."
             )
         return found
+
+    def scaling_problem(self, scaling: RopeScaling) -> str | None:
+        """Returns a sentence on an attention factor that would have no effect, beginning with its field's name; else
+        None."""
+        factor = scaling.resolved_attention_factor
+        if not self.kv_rank or scaling.kind != "yarn" or scaling.factor != 1 or factor == 1:
+            return None
+        return (
+            f"attention_factor is {factor:g}, but factor is 1, with which latent attention multiplies queries and keys "
+            "by 1; leave attention_factor out, or raise factor."
+        )

@@ -64,7 +64,8 @@ def _yarn(scaling: RopeScaling, score_magnitude: float) -> dict[str, Any]:
     """Returns the fields of YaRN, a scaling of RoPE for long contexts; ``score_magnitude`` is ``mscale_all_dim``.
 
     Megatron multiplies cosines and sines by m(mscale) / m(mscale_all_dim), with m(w) = 1 + 0.1 w ln(scaling factor).
-    ``mscale`` is chosen so that this quotient is ``scaling.resolved_attention_factor``."""
+    ``mscale`` is chosen so that this quotient is ``scaling.resolved_attention_factor``. With scaling factor 1 the
+    quotient is 1 for any ``mscale``; :meth:`Latent.scaling_problem` refuses another attention factor there."""
     magnitude = scaling.resolved_attention_factor * yarn_magnitude(scaling.factor, score_magnitude)
     return {
         "original_max_position_embeddings": scaling.original_length,

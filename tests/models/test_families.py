@@ -146,6 +146,10 @@ def test_sigmoid_experts_that_are_not_served_are_a_sentence(changed: dict[str, A
         ({"v_head_dim": 13}, "latent attention cannot work: its value_dim is 13, but a key has 12"),
         ({"topk_method": "greedy"}, "has topk_method 'greedy', but experts are chosen by score plus bias here"),
         ({"rope_parameters": _YARN | {"truncate": False}}, "has truncate false for rotary positions, which latent"),
+        (
+            {"rope_parameters": _YARN | {"factor": 1.0, "attention_factor": 2.0}},
+            "In the scaling of rotary positions of config.json attention_factor is 2, but factor is 1, with which",
+        ),
     ],
 )
 def test_latent_attention_that_is_not_served_is_a_sentence(changed: dict[str, Any], said: str) -> None:

@@ -70,6 +70,11 @@ def test_runs_train_and_go_on_with_other_ranks(tmp_path: Path) -> None:
         ({"model__qk_norm": True}, "model.qk_norm is true, which is not served with model.latent; set it to false"),
         ({"model__sinks": True}, "model.sinks is true, which is not served with model.latent"),
         ({"model__rope_scaling__kind": "linear", "model__rope_scaling__factor": 2}, "set it to none or yarn"),
+        (
+            {f"model__rope_scaling__{name}": value for name, value in (YARN | {"factor": 1}).items()}
+            | {"model__rope_scaling__attention_factor": 2},
+            "model.rope_scaling.attention_factor is 2, but factor is 1, with which latent attention multiplies queries",
+        ),
         ({"model__variant__activation": "gelu"}, "model.variant is not that of a LLaMA"),
         ({"parallel__tp": 2, "parallel__sequence_parallel": False}, "parallel.sequence_parallel is false, which is"),
         ({"train__fp8": "current", "train__precision": "bf16"}, "train.fp8 is current, which is not served"),

@@ -241,6 +241,8 @@ def _latent(config: RunConfig) -> list[str]:
             f"model.head_dim is {model.head_dim}, but model.latent.key_dim and rotary_dim make it {latent.head_dim}; "
             "leave it out."
         )
+    if problem := latent.scaling_problem(model.rope_scaling):
+        problems.append(f"model.rope_scaling.{problem}")
     return problems + _not_with_latent_attention(config)
 
 
