@@ -216,10 +216,18 @@ def _own_output(model: PatchedForward) -> str:
     for name in ("_postprocess", "compute_language_model_loss"):
         if getattr(own, name, None) is not getattr(base, name, None):
             return f"a {name} of its own"
-    layer = model.output_layer if model.post_process else None
-    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()] if layer is not None else []
-    foreign = [hook for hook in hooks if getattr(hook, "func", None) not in (_mask_padding, _transform_logits)]
-    return "hooks on its output layer" if foreign else ""
+    return _added_to_output(model.output_layer) if model.post_process else ""
+
+
+def _added_to_output(layer: Any) -> str:
+    """Returns the words for what a user added to the output layer; "" without such a change."""
+    tables = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    hooks = [hook for table in tables for hook in table.values()]
+    if any(getattr(hook, "func", None) not in (_mask_padding, _transform_logits) for hook in hooks):
+        return "hooks on its output layer"
+    if layer._compiled_call_impl is not None:
+        return "a compiled output layer"
+    return "a forward of its own in its output layer" if "forward" in vars(layer) else ""
 
 
 def megatrons_class(model: Any) -> type[LanguageModule]:

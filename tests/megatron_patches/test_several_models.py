@@ -109,6 +109,10 @@ def _mixed_up() -> dict[str, str]:
     at_home = home.plan_step(_at_home(documents))
     colder, hooked = _attached(cad, config, shape, Colder), _attached(cad, config, shape)
     hooked.output_layer.register_forward_hook(lambda *_: None)
+    watched, compiled, replaced = (_attached(cad, config, shape) for _ in range(3))
+    watched.output_layer.register_full_backward_hook(lambda *_: None)
+    compiled.output_layer.compile()
+    replaced.output_layer.forward = lambda *_, **__: None
     options = {"forward_only": True}
     bare = GPTModel(config, cad.block_spec(), shape.vocabulary, 0, position_embedding_type="rope")
     return {
@@ -116,6 +120,9 @@ def _mixed_up() -> dict[str, str]:
         "other step": _said(home.forward_backward, step, summed_loss_step, home_model, **options),
         "own loss": _said(cad.forward_backward, step, summed_loss_step, colder, **options),
         "own hook": _said(cad.log_probabilities, step, hooked),
+        "own backward hook": _said(cad.log_probabilities, step, watched),
+        "compiled": _said(cad.log_probabilities, step, compiled),
+        "own forward": _said(cad.log_probabilities, step, replaced),
         "not attached": _said(cad.log_probabilities, step, bare),
         "as it should be": _said(cad.log_probabilities, step, model),
     }
@@ -189,7 +196,10 @@ def test_steps_and_models_that_do_not_fit_are_sentences(found: list[dict[str, An
                 "The step was planned by a CAD whose `disaggregate` is not that of the model's"
             )
         assert said["own loss"].startswith("The model has a compute_language_model_loss of its own, which summed_loss")
-        assert said["own hook"].startswith("The model has hooks on its output layer, which summed_loss")
+        for name in ("own hook", "own backward hook"):
+            assert said[name].startswith("The model has hooks on its output layer, which summed_loss")
+        assert said["compiled"].startswith("The model has a compiled output layer, which summed_loss")
+        assert said["own forward"].startswith("The model has a forward of its own in its output layer, which summed")
         assert "GPTModel that was not attached" in said["not attached"]
         assert said["as it should be"] == ""
 
