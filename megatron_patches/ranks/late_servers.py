@@ -35,11 +35,15 @@ class LateServers:
         self._came = 0  # how many have come since the run began
 
     def hear(self, servers: Sequence[Comer]) -> None:
-        """Reads who has come since the last call, and refuses those that cannot join the pool of ``servers``."""
+        """Reads who has come since the last call, drops those that have ended, and refuses those that cannot join.
+
+        ``servers`` are the present servers of all pools.
+        """
         new = self._store.count("comers") > self._came
         while self._store.count("comers") > self._came:
             self.waiting.append(self._store.take(f"comer/{self._came}"))
             self._came += 1
+        self.waiting = [each for each in self.waiting if not self._watch.is_gone(each.process)]
         self._refuse_unfit(servers)
         joining = self.joining()
         too_few = [each.number for each in self.waiting if each not in joining]
@@ -72,9 +76,10 @@ class LateServers:
                 wrong = f"Server {each.number} has device {each.device}, and the homes compute on {self._device}."
             elif each.number in taken:
                 wrong = f"The homes have a server {each.number} already: give this one another number."
-            if wrong is not None:
+            if wrong is None:
+                taken.add(each.number)
+            else:
                 self._refuse([each], wrong)
-            taken.add(each.number)
         self._refuse_shared_gpus(servers)
 
     def _refuse_shared_gpus(self, servers: Sequence[Comer]) -> None:
@@ -97,9 +102,9 @@ class LateServers:
 
 
 def whole_places(servers: Sequence[Comer], tp: int, can_stay: Callable[[Comer], bool]) -> list[Comer]:
-    """Returns the servers that stay in the pool if only those that ``can_stay`` could.
+    """Returns the servers that stay in the pool; ``can_stay`` says of a server whether it could.
 
-    They stay or leave as ``tp`` consecutive servers, one for each tensor-parallel rank.
+    Each ``tp`` consecutive servers, one for each tensor-parallel rank, stay or leave together.
     """
     places = [servers[at : at + tp] for at in range(0, len(servers), tp)]
     return [each for place in places if all(map(can_stay, place)) for each in place]

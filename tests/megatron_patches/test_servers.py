@@ -327,6 +327,27 @@ def test_late_servers_on_taken_gpus_are_refused_alone() -> None:
     assert all("Servers 2 and 4 of the pool share a GPU" in each for each in refused.values())
 
 
+def test_the_number_of_a_late_server_that_ended_or_was_refused_is_free() -> None:
+    process: Any = str
+    usual = Comer(3, "", "cpu", "", process("first"))
+    store, gone = PoolStore(dist.HashStore()), set[Any]()
+    late = LateServers(store, 2, "cpu", [], SimpleNamespace(is_gone=gone.__contains__))  # type: ignore[arg-type]
+
+    def hear(*comers: Comer) -> list[Any]:
+        for each in comers:
+            store.put(f"comer/{store.count('comers', 1) - 1}", each)
+        late.hear([])
+        return [each.process for each in late.waiting]
+
+    assert hear(usual, replace(usual, process=process("same number"))) == ["first"]
+    gone.add("first")
+    assert hear(replace(usual, process=process("again"))) == ["again"]
+    fifth = replace(usual, number=5, process=process("fifth"))
+    assert hear(replace(fifth, device="cuda", process=process("gpu")), fifth) == ["again", "fifth"]
+    assert store.take("welcome/gpu").startswith("Server 5 has device cuda, and the homes")
+    assert store.take("welcome/same number").startswith("The homes have a server 3 already")
+
+
 def _ended_early() -> list[str]:
     """What homes say of servers that end before they have chosen a kernel: one on the homes' machine, and one
     elsewhere, of which nobody here sees whether it runs. Then of one that has chosen."""
