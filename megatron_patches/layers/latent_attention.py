@@ -3,8 +3,9 @@
 A down-projection makes a token's narrow *latent row*, from which up-projections make the keys and values of all heads.
 The down-projection also makes the part of the keys that RoPE rotates. All heads share this part.
 
-Megatron's local spec splits down-projections over tensor-parallel ranks. The rotated part's gradient on a rank then
-counts only the rank's own heads.
+Megatron's local spec splits down-projections over tensor-parallel ranks. A rank's gradient of the rotated part then
+lacks the other ranks' heads. With whole down-projections each rank projects its own rows and gathers the rotated
+part. The gather's backward adds up the gradients of all heads.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class WholeRows(IdentityOp):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with another constructor.
 
-    If queries have no latent rows, Megatron's constructor needs Transformer Engine for the norm of key/value latent
-    rows. ``norm_epsilon`` is the epsilon of all norms of latent rows.
+    Megatron's constructor refuses :class:`ReplicatedLinear`. If queries have no latent rows, it also needs Transformer
+    Engine for the norm of key/value latent rows. ``norm_epsilon`` is the epsilon of all norms of latent rows.
     """
 
     def __init__(

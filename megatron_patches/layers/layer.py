@@ -44,7 +44,8 @@ class SplitLayerParts:
     """Methods of all layers that are cut in this way, with attention or with a recurrence.
 
     Attributes:
-        keeps_outputs: whether outputs of norms stay in memory until backward. If False, backward computes them again.
+        keeps_outputs: whether outputs of norms stay in memory until backward. If False, backward computes those again
+            that only one linear layer or MLP reads.
     """
 
     options = MEGATRONS

@@ -1,4 +1,4 @@
-"""RoPE for models whose layers may rotate queries and keys by different angles, or not at all.
+"""RoPE for models whose layers may differ in RoPE's angles, or have no RoPE.
 
 Megatron's models give the output of one rotary embedding to all layers. :class:`LayerRotary` replaces that embedding.
 The output of ``LayerRotary`` is :class:`RowRotations`, from which each layer takes its own rotation.

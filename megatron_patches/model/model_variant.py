@@ -1,4 +1,4 @@
-"""Turns a :class:`distca.models.shape.ModelShape` into settings for a model whose layers differ from LLaMA's."""
+"""Turns a :class:`distca.models.shape.ModelShape` into those settings in which models may differ from LLaMA."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class MixerLayer:
-    """A unit of the model.
+    """The mixer of a unit, which stands for the unit.
 
     Attributes:
         symbol: symbol of the mixer.

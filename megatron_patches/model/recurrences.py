@@ -15,6 +15,7 @@ from distca.recurrent import Recurrence
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
+    """Whether a GPTModel has layers with the gated delta rule; False for all HybridModels."""
     return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
 
 

@@ -1,7 +1,8 @@
-"""Computes the norm of gradients, and scales them for clipping, without waiting for the GPU.
+"""Computes the norm of gradients, and scales them for clipping, without waiting for the GPU at each weight.
 
 Megatron-Core's own function, which it uses without Transformer Engine and Apex, copies the norm of each weight's
 gradient to the host. Newer versions leave the norm of all gradients on the GPU, if a function can scale by a tensor.
+Older versions copy that norm to the host, and so wait once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def norm_gradients_together() -> None:
 def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
     """Returns the norm of all gradients together, and None. ``tensors`` holds one list, the gradients.
 
-    The norm is float32 without dimensions. The optimizer returns it to scripts, which can format it like a number."""
+    The norm is float32 without dimensions. Newer versions return it to scripts, which can format it like a number."""
     (gradients,) = tensors
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32))), None
 

@@ -3,7 +3,8 @@
 Such a *server* is a process that only computes core attention. The ranks that train are its *homes*. Homes and servers
 each make the same *plan* from documents' lengths. It says who computes which part of a step's core attention.
 
-For a step, rank 0 of the homes writes messages into a key-value store. All servers read the messages in this order:
+Rank 0 of the homes writes messages into a key-value store, and all servers read them in order. Each step has the
+first two of these messages. Rank 0 sends the third one when a recording of times ends.
 
 | message | a server's answer |
 |---|---|

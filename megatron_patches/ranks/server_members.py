@@ -61,8 +61,8 @@ from megatron_patches.support.servers import check_gpus
 logger = logging.getLogger(__name__)
 
 _HERE = timedelta(seconds=15)
-"""The time that homes wait for a server's answer. After it the run goes on without the server. On devices on which
-servers may not leave (``MAY_GO``), ``TIMEOUT`` holds instead."""
+"""The time that homes wait for a server's answer once the pool has formed. After it the run goes on without the server.
+On types of devices that ``MAY_GO`` does not name, ``TIMEOUT`` holds instead."""
 _LATE_S = 40.0
 """Seconds beyond their patience after which homes end if a process group has not formed. Gloo gives up by itself, but
 NCCL waits without end for a member that is lost, or that it cannot reach."""
@@ -75,7 +75,7 @@ _pools = count()
 
 
 class ServerMembers:
-    """A home's view of the servers in its pool; all homes create it together.
+    """A home's view of the servers of all pools; all homes create it together.
 
     Args:
         servers: number of servers of all tensor-parallel ranks.

@@ -117,7 +117,7 @@ class PackedMicroBatch:
         """Returns o_NHV, the output of a recurrent layer's convolution and recurrence. Padding gets 0.
 
         Args:
-            layer: the layer's number on this stage, for the timeline.
+            layer: number of the layer's unit on this stage, from 0, for the timeline.
             parameters: the weights of the convolution and of the recurrence.
             mixed_NC: the input of the convolution.
             g: [N, H] logarithm of the factor by which the recurrent state decays at each row.
