@@ -8,7 +8,8 @@
 - sink: a learned number, one more score in a head's softmax. Homes apply sinks to o and lse that come back.
 
 Shape suffixes: N rows of a home, T query rows and U key/value rows of a server; H query heads, G key/value heads, D
-head dimension; 2 stands for k and v. lse is the log-sum-exp of scores.
+head dimension; 2 stands for k and v (``server.py`` has the shape if values are narrower than keys). lse is the
+log-sum-exp of scores.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Keep:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the transfers to start; None, as this server has kept q, k and v; and their destination do_THD."""
+        """Returns the transfers to start; None, as this server has kept q, k and v; and do_THD, dO's destination."""
         route = self._route
         do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         if has_sinks:

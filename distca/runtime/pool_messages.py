@@ -44,7 +44,7 @@ class Comer:
     """A process that offers to serve.
 
     Attributes:
-        number: the server's number, which a restarted server keeps.
+        number: the number with which the server was started. Its successor may be started with the same number.
         device: "cuda" or "cpu".
         gpu: name of the GPU model, or "cpu".
         process: identity of the process; new after a restart.
@@ -113,7 +113,8 @@ class Served:
 
     Attributes:
         seconds: for the keys "forward" and "backward", the seconds of each attention computation in the step.
-        peak: peak bytes of GPU memory in the step; on CPUs the process's resident bytes after the step.
+        peak: peak bytes of GPU memory since the server's last report; on CPUs the process's resident bytes after the
+            step.
     """
 
     seconds: dict[str, list[float]]

@@ -87,7 +87,7 @@ def states_before(
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
     """Computes states from the summaries that arrived: S ← A·S + B, piece after piece of each document.
 
-    In ``backward``, S is the gradient of a state, and the pieces are in reverse order.
+    In ``backward``, S is the gradient of a state, Aᵀ takes the place of A, and the pieces are in reverse order.
 
     Args:
         arrived: own states and transitions of pieces, one a row.

@@ -1,7 +1,8 @@
 """The places of exchanges in the receive buffers of the NVSHMEM transport.
 
 - exchange: one movement of tensor rows between all ranks. Senders write rows into the receivers' buffers.
-- number: exchanges are numbered 1, 2, 3 and so on.
+- hop: an exchange is one hop, or two if receivers send rows on to further ranks.
+- number: hops are numbered 1, 2, 3 and so on. An exchange has the number of its last hop.
 - place: the bytes of the receive buffer for one exchange, the same on all ranks.
 - part: the rows of one tensor in an exchange.
 - consumed: a receiver has copied the rows of an exchange out of its buffer.
@@ -32,8 +33,7 @@ class RingPlace:
     """The place of one exchange.
 
     Attributes:
-        number: number of the exchange. An exchange with two hops (receivers send rows on to further ranks) takes two
-            numbers, and this is the second.
+        number: number of the exchange.
         begin: first byte in the receive buffer, a multiple of 256.
         offsets: first byte of each part, counted from ``begin``; multiples of 256.
         reuses: senders wait until receivers have consumed all exchanges up to this number; 0 for no wait.
@@ -112,7 +112,9 @@ class ReceiveRing:
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:
-        """Notes that this rank has consumed exchange ``number``; returns the largest n with 1 to n all consumed."""
+        """Notes that this rank has consumed exchange ``number``.
+
+        Returns the largest n for which this rank has consumed all exchanges with numbers up to n."""
         self._not_consumed.remove(number)
         return min(self._not_consumed, default=self._number + 1) - 1
 

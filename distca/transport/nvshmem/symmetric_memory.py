@@ -9,7 +9,8 @@
 A block has, in this order:
 
 1. [ranks] slots: slot r has the number of the newest hop whose rows from rank r have arrived
-2. [ranks] slots: slot r has the largest n for which rank r has *consumed* (copied out of its buffer) hops 1 to n
+2. [ranks] slots: slot r has the largest n for which rank r has *consumed* (copied out of its buffer) all exchanges up
+   to hop n
 3. the receive buffer, into which peers write rows
 4. if any rank has inter-node peers: staging memory, in which rows are packed before they travel
 """
