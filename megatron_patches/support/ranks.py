@@ -87,22 +87,26 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
 
 
 def check_same_frozen(model: LanguageModule) -> None:
-    """Compares which weights of a model are frozen between ranks, which call this together. Experts are left out.
+    """Compares which weights of a model are frozen between ranks, which call this together.
+
+    Experts are compared between ranks that have the same ones, which reduce their gradients together.
 
     Raises:
         SupportError: on all ranks, if ranks of a pipeline stage froze different weights; or if an embedding and an
             output layer on two stages share weights, and only one is frozen. The message names the first such weight.
     """
-    frozen = [
-        name
-        for name, weight in model.named_parameters()
-        if not weight.requires_grad and getattr(weight, "allreduce", True)
-    ]
+    frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
+    dense = [name for name, weight in frozen if getattr(weight, "allreduce", True)]
+    experts = [name for name, weight in frozen if not getattr(weight, "allreduce", True)]
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (parallel_state.get_pipeline_model_parallel_rank(), frozen))
+    dist.all_gather_object(everyone, (place, dense, experts))
     by_stage: dict[int, list[str]] = {}
-    for stage, names in everyone:
-        if differing := {*by_stage.setdefault(stage, names)} ^ {*names}:
+    by_place: dict[tuple[int, int], list[str]] = {}
+    for of_rank, of_layers, of_experts in everyone:
+        differing = {*by_stage.setdefault(of_rank[0], of_layers)} ^ {*of_layers}
+        differing |= {*by_place.setdefault(of_rank, of_experts)} ^ {*of_experts}
+        if differing:
             raise SupportError(
                 f"{min(differing)} is frozen on some ranks, and trained on others: freeze the same weights on all."
             )

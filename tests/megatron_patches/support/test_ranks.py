@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from distca.errors import LaunchError
 from distca.testing.ranks import run_ranks
@@ -44,6 +45,10 @@ def _refusals() -> dict[str, str | None]:
     for name, parts in kinds.items():
         found[f"frozen {name}"] = refusal(check_same_frozen, _stage_of_tied_model(*parts))
     parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    for name, ranks in {"of two ranks with the same": (0, 2), "of one rank": (0,)}.items():
+        found[f"frozen experts {name}"] = refusal(check_same_frozen, _experts(frozen=dist.get_rank() in ranks))
+    parallel_state.destroy_model_parallel()
     found["none yet"] = refusal(check_groups, TransformerConfig(**LLAMA))
     try:
         join_world()
@@ -66,6 +71,14 @@ def _stage_of_tied_model(*frozen: str) -> Any:
     return model
 
 
+def _experts(frozen: bool) -> Any:
+    """A model whose only weight is a local expert's."""
+    model: Any = torch.nn.Linear(2, 2, bias=False).requires_grad_(not frozen)
+    model.weight.allreduce = False
+    model.share_embeddings_and_output_weights = False
+    return model
+
+
 def test_groups_that_a_model_would_not_train_with_are_refused() -> None:
     for found in run_ranks(4, _refusals):
         assert found["as configured"] is None
@@ -79,6 +92,8 @@ def test_groups_that_a_model_would_not_train_with_are_refused() -> None:
             "embedding.word_embeddings.weight of the first pipeline stage"
         )
         assert found["frozen on both"] is None and found["frozen nowhere"] is None
+        assert found["frozen experts of two ranks with the same"] is None
+        assert str(found["frozen experts of one rank"]).startswith("weight is frozen on some ranks, and trained on")
         assert "call distca.join_world()" in str(found["none yet"])
         assert "in place of torch.distributed.init_process_group" in str(found["joined twice"])
 
