@@ -142,8 +142,9 @@ class IntranodePeers:
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
         """Copies the rows of ``parts`` that stay on this rank.
 
-        If the rows of a part are in few, long ranges, copy engines copy them after the writes ``behind``. A kernel on
-        the current stream copies other parts. Returns the copy engines' copies; None if there are none."""
+        If the rows of a part are in few, long ranges, copy engines (before CUDA 13 kernels) copy them after the writes
+        ``behind``. A kernel on the current stream copies other parts. Returns the copy engines' copies; None if there
+        are none."""
         by_engine = []
         for part in parts:
             if self._is_long(part):
