@@ -164,8 +164,8 @@ class CadArguments(CadOptions):
         # servers in a row. Servers that joined during the run have the speed that their number began with, else 1.
         speeds = tuple(self.speeds)
         if speeds:
-            of = dict(zip(at_first[::tp], speeds[homes:], strict=True))
-            speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
+            speed_of = dict(zip(at_first[::tp], speeds[homes:], strict=True))
+            speeds = speeds[:homes] + tuple(speed_of.get(each, 1.0) for each in numbers[::tp])
         # `ranks_per_node` must divide the pool's ranks. With `ranks_per_node` 0 a node is a machine.
         nodes = self.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_WHOLE = "master_param"
+_MASTER = "master_param"
 """Transformer Engine's Adam has the float32 weight, or its lower 16 bits, under this key."""
 
 
@@ -37,11 +37,11 @@ def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the weight as "param" and its moments by Adam's names, in float32; some are Adam's own tensors."""
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
-        if name == _WHOLE and held.dtype == torch.int16:
+        if name == _MASTER and held.dtype == torch.int16:
             states["param"] = join(weight, held)
         elif name != "step":
             values = adam.get_unscaled_state(weight, name) if _scales(adam) else held
-            states["param" if name == _WHOLE else name] = values.detach()
+            states["param" if name == _MASTER else name] = values.detach()
     return states
 
 
@@ -54,7 +54,7 @@ def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) 
         values: float32, on the weight's device.
     """
     state = adam.state[weight]
-    held = state.get(_WHOLE if name == "param" else name)
+    held = state.get(_MASTER if name == "param" else name)
     with torch.no_grad():
         if held is None:
             weight.copy_(values)
@@ -63,7 +63,7 @@ def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) 
             weight.copy_(top)
             held.copy_(rest)
         elif _scales(adam):
-            adam.set_scaled_state(weight, _WHOLE if name == "param" else name, values.float())
+            adam.set_scaled_state(weight, _MASTER if name == "param" else name, values.float())
             if name == "param":
                 weight.copy_(values)
         else:

@@ -85,7 +85,7 @@ def readable() -> Iterator[None]:
 
 @contextmanager
 def only_data() -> Iterator[None]:
-    """A context like :func:`readable`, out of which errors come as torch raises them."""
+    """A context like :func:`readable` that leaves errors as torch raises them."""
     restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=read_metadata)
     before = filesystem.pickle, DefaultLoadPlanner.load_bytes
     filesystem.pickle, DefaultLoadPlanner.load_bytes = restricted, _load_bytes  # type: ignore[assignment,method-assign]
