@@ -162,11 +162,13 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
+        has_rows = layout.q_rows > 0
         if beside is not None:
             other = beside if other is None else beside + other
+            has_rows |= beside > 0  # ranks of stages with a window have rows that are not in "layout"
         return schedule(
             layout,
-            cost=_with_travel(options, layout),
+            cost=_with_travel(options, has_rows),
             direction=direction,
             resend=options.resend,
             sinks=options.sinks,
@@ -179,15 +181,15 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     return scheduled
 
 
-def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
-    """Returns the cost model of all servers.
+def _with_travel(options: PlanOptions, has_rows: np.ndarray) -> CostModel:
+    """Returns the cost model of all servers; ``has_rows`` [R] bool says which have rows of their own in this phase.
 
-    If linear layers are balanced too, a server that is no home waits until rows arrive. So the model adds part of this
-    time (``WAITED_FOR`` in ``cost/travelling.py``) to the server's tasks."""
-    cost, has_rows = options.server_cost, layout.q_rows > 0
+    If linear layers are balanced too, a server without rows of its own waits until rows arrive. So in a pool of unlike
+    servers the model adds part of this time (``WAITED_FOR`` in ``cost/travelling.py``) to the server's tasks."""
+    cost = options.server_cost
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost
-    # far [R] bool: whether rows reach a server over the network, because no rank on the server's node is a home.
+    # far [R] bool: whether rows reach a server over the network, because no rank on the server's node has rows.
     node = options.links.nodes(options.pool_ranks)
     far = np.isin(node, node[has_rows], invert=True)
     rate = np.where(far, options.network_bytes_per_s, options.links.bytes_per_s(far=False))

@@ -28,7 +28,8 @@ from distca.plan import (
 from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.model import Direction
-from distca.plan.cost.pool import at_speeds
+from distca.plan.cost.pool import PoolCost, at_speeds
+from distca.plan.cost.travelling import with_travel
 from distca.plan.metrics import traffic
 from distca.plan.plan import fingerprint
 
@@ -216,6 +217,25 @@ def test_stages_may_have_servers_of_unlike_speed(seconds_of_rows: float) -> None
     least = (seconds * speeds).sum(axis=1) / speeds.sum()
     assert (seconds.max(axis=1) <= 1.03 * least).all()
     assert (balance.seconds_before.max(axis=1) > 1.2 * least).all()
+
+
+def test_only_ranks_of_idle_stages_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[bool]] = []
+
+    def noted(cost: PoolCost, has_rows: np.ndarray, rate: np.ndarray, **how: bool) -> PoolCost:
+        seen.append(has_rows.tolist())
+        return with_travel(cost, has_rows, rate, **how)
+
+    monkeypatch.setattr("distca.plan.phases.with_travel", noted)
+    kinds, cost = (AttentionKind(1.0), AttentionKind(1.0, window=500)), at_speeds(COST, [1, 1, 1, 1, 0.5, 1])
+    costs = tuple(cost_of_kind(kind, cost) for kind in kinds)
+    linear = NonAttention(1e-7, 2e-7)
+    plan_step(
+        LENGTHS, replace(STAGES, cost=cost, kinds=kinds, costs=costs, layer_kinds=((1,), (0,)), non_attention=linear)
+    )
+    # Of three phases in each direction both stages run in the middle one. Each phase has two nano-batches.
+    first, second = [True] * 3 + [False] * 3, [False] * 3 + [True] * 3
+    assert seen == [first] * 2 + [second] * 4 + [first] * 2
 
 
 def _over(seconds: np.ndarray) -> float:
