@@ -23,8 +23,8 @@ from distca.plan.plan import Plan
 from distca.plan.sorting import order_by
 
 _LEAST_GB = 0.25
-"""The least memory for received rows, in GiB. With few tokens per rank, a rank may receive more rows per token than
-:func:`receive_buffer_gb` counts."""
+"""The least result of :func:`receive_buffer_gb`, in GiB. With few tokens per rank, a rank may receive more rows per
+token than that function counts."""
 
 
 @dataclass(frozen=True)
@@ -181,22 +181,24 @@ def makespan_bounds(layout: Layout, cost: CostModel, direction: Direction) -> tu
     The first is the seconds if all servers end at the same time. The second is the seconds in which the fastest server
     computes the costliest query row.
     """
-    # A table is the cost model of some servers. work [tables, directions]: seconds of such a server for all documents.
-    # row: the same for the costliest row. speed [directions]: how often R servers compute all documents in a second.
+    # A table is the cost model of some servers, or of none. work [tables, directions]: seconds of such a server for all
+    # documents. row: the same for the costliest row. speed [directions]: how often R servers compute all documents in
+    # a second.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)
     work = np.stack([table.least(direction, last - first, last).sum(axis=1) for table in tables])
     row = np.stack([table.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0) for table in tables])
     speed = (np.bincount(of_server, minlength=len(tables))[:, None] / np.maximum(work, 1e-300)).sum(axis=0)
-    return np.where(work[0] > 0, 1 / speed, 0.0), row.min(axis=0)
+    return np.where(work[0] > 0, 1 / speed, 0.0), row[np.unique(of_server)].min(axis=0)
 
 
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
-    """Returns the GiB of memory for the rows that a rank receives.
+    """Returns the GiB of the memory into which NVSHMEM writes the rows that a rank receives.
 
-    The memory holds q, k and v of 4.5 · ``tokens`` tokens, or with ``resend`` of 5 · ``tokens``. An exchange that needs
-    more fails. These amounts suffice for tests/plan/test_receive_buffer.py, which has no pipeline stages.
+    The memory holds q, k and v of 4.5 · ``tokens`` tokens, or with ``resend`` of 5 · ``tokens``. An exchange that does
+    not fit goes by another transport, or is refused. These amounts suffice for the plans of
+    tests/plan/test_receive_buffer.py, which have no pipeline stages.
 
     Args:
         shape: heads of one tensor-parallel rank.

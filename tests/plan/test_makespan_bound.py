@@ -4,6 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.plan import Layout, analytic_cost, area_cost, lay_out, makespan_bound, schedule, server_seconds, traffic
+from distca.plan.cost.pool import PoolCost
+from distca.plan.cost.scaled import scaled
 from tests.plan.cases import arbitrary_plans, layouts
 
 BLOCK = 8
@@ -24,6 +26,12 @@ def test_the_bound_of_an_even_load_is_its_mean(found: tuple[Layout, ...]) -> Non
     for layout in found:
         seconds = server_seconds(schedule(layout, area_cost()), area_cost(), "forward")
         assert makespan_bound(layout, area_cost(), "forward") >= seconds.mean() * (1 - 1e-12)
+
+
+def test_a_table_of_no_server_does_not_lower_the_bound() -> None:
+    (layout,) = lay_out([8], 8)
+    cost = PoolCost((area_cost(), scaled(area_cost(), 2.0, 2.0)), (1,) * 8)
+    assert makespan_bound(layout, cost, "forward") == 2 * 8
 
 
 class Exact:
