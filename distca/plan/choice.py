@@ -1,4 +1,4 @@
-"""Chooses the cheaper of two placements of a micro-batch's documents on ranks.
+"""Compares placements of a micro-batch's documents on ranks, for ``step.py``.
 
 A micro-batch is computed in one or two parts, the *nano-batches*. The transfers of one run during the computation of
 the other. A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear
@@ -7,6 +7,7 @@ layers. A *server* is a rank that computes attention.
 - *together* (``place/shares.py``): ranks get about equal attention work, summed over both nano-batches.
 - *apart* (``place/by_nano_batch.py``): ranks get about equal attention work in each nano-batch. Fewer documents have
   rows in both nano-batches, so fewer keys are read twice.
+- *whole* (``place/whole.py``): few documents are cut. It is considered only for models with recurrent layers.
 
 Array legend: R ranks.
 """
@@ -31,10 +32,9 @@ gain is not worth the loss of precision: the gradient of a k,v row that both nan
 from 0 to 0.05 give about equal plans (benchmarks/results/planner_constants.json)."""
 
 _FEWER_PIECES = 0.02
-"""A placement that cuts fewer documents is taken if attention and waiting for transfers take longer by at most this
-fraction. Recurrent layers then have fewer pieces of documents to compute. With a shortened Qwen3.5-9B on two H200s,
-steps took 1 to 2 % less time, of which attention takes 6 to 22 %
-(benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
+"""The placement "whole" is taken if attention and waiting for transfers take longer by at most this fraction. Recurrent
+layers then have fewer pieces of documents to compute. In steps of a shortened Qwen3.5-9B on two H200s, attention takes
+only 6 to 26 % of the time (benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
 
 
 class Scheduler(Protocol):
@@ -101,17 +101,17 @@ class Once:
         return self._found[key]
 
     def leave_at_home(self, layouts: Sequence[Layout]) -> None:
-        """Plans these layouts so that homes compute the attention of their own rows."""
+        """Sets the plans of these layouts: homes compute the attention of their own rows."""
         for layout in layouts:
             plan = plan_at_home(layout)
             self._found |= {(layout, "forward"): plan, (layout, "backward"): plan, (layout, "both"): plan}
 
 
 def is_level_at_home(layouts: Sequence[Layout], cost: CostModel) -> bool:
-    """Returns whether homes may compute the attention of their own rows.
+    """Returns whether no row has to travel if homes compute the attention of their own rows, and ranks are level.
 
-    No row may need to travel. Then no rank waits for another between nano-batches, so their seconds are added up. The
-    slowest rank may take ``_FEWER_PIECES`` longer than the mean."""
+    Without transfers no rank waits for another between nano-batches, so their seconds are added up. The slowest rank
+    may take ``_FEWER_PIECES`` longer than the mean, in forward and in backward."""
     plans = [plan_at_home(layout) for layout in layouts]
     if any(rows.q_rows or rows.kv_rows for rows in map(traffic, plans)):
         return False

@@ -7,7 +7,7 @@ q goes from homes to servers in one exchange, and k and v in another. Between no
 of a node, the *gateway*. A third exchange then brings them to other servers of the node. o, dQ, dK and dV return by the
 same exchanges, with source and destination swapped.
 
-Array legend: R ranks, T tasks, N ranges of rows; all arrays are int64.
+Array legend: R ranks, N ranges of rows; all arrays are int64.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class ReadRanges:
         """Returns the pieces that servers receive from homes, and the pieces that servers receive from gateways.
 
         Args:
-            reads: the ranges of home rows that tasks read.
-            begin: [T] first position that each task reads in its document.
+            reads: the ranges of home rows that T tasks, or T contexts (``plan.py``), read.
+            begin: [T] first position that each task or context reads in its document.
             offset: [T] row of this position in the server's buffer.
             shards: the home rank and row of every range of a document.
             links: which ranks share a node; None if all ranks share one.

@@ -12,7 +12,8 @@ Example: a document of 6 rows is on two ranks.
 | query rows in pong | 4 | 5 |
 | k,v rows in pong | 0, 1 (carried), 4 | 2, 3 (carried), 5 |
 
-Array legend: D documents of the micro-batch, S shards, R ranks, N ranges. All arrays are int64.
+Array legend: D documents of the micro-batch, or with pipeline stages of all micro-batches that are planned together; S
+shards, R ranks, N ranges. All arrays are int64.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Shards:
     """Ranges of documents, each on one home rank, sorted by (document, start).
 
     Attributes:
-        document: [S] index of the document in the micro-batch.
+        document: [S] index of the document, from 0 to D - 1.
         start: [S] first position of the range in the document.
         stop: [S] one past the last position.
         rank: [S] home rank.

@@ -67,12 +67,13 @@ class Links:
 
 @dataclass(frozen=True)
 class Reads:
-    """The rows that servers read, as *pieces*. A piece is the rows of one shard that one task reads.
+    """The rows that servers read, as *pieces*. A piece is the rows of one shard that one reader reads.
 
-    Array legend: N pieces. Arrays are int64 unless noted.
+    A reader is a task that reads q, or a context that reads k and v (``plan.py``). N pieces; arrays are int64 unless
+    noted.
 
     Attributes:
-        task: [N] index of the task that reads the piece.
+        task: [N] index of the reader among the ``tasks`` of :meth:`of`.
         shard: [N] index of the shard.
         home: [N] rank that holds the rows.
         server: [N] rank that reads the rows; it may be the home.
@@ -89,7 +90,9 @@ class Reads:
 
     @staticmethod
     def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
-        """Returns the reads of ``tasks``. Task t reads its document's rows [begin[t], tasks.stop[t])."""
+        """Returns the reads of ``tasks``. Task t reads its document's rows [begin[t], tasks.stop[t]).
+
+        A context is given as its last task."""
         task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
         return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
 

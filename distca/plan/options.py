@@ -36,6 +36,7 @@ class PlanOptions:
         ranks: number of data-parallel ranks of a stage.
         servers: number of servers without a model; they are numbered after all other ranks.
         cost: the model of tasks' seconds.
+        stages: number of pipeline stages.
         nano_batches: number of parts, the nano-batches, in which a micro-batch is computed: 1 or 2. With 2, transfers
             of one part run during the computation of the other.
         align: the number of rows of a nano-batch on a rank is a multiple of ``align``, except on the last rank.
@@ -205,7 +206,7 @@ class PlanOptions:
     def stage_node(self) -> int:
         """Returns how many consecutive ranks of a stage share a node.
 
-        The number is 0 if all ranks share one node, no two share one, or a stage's ranks do not fill whole nodes."""
+        The number is 0 if ``links.ranks_per_node`` is 0 or 1, or if a stage's ranks do not fill whole nodes."""
         size = self.links.ranks_per_node
         return size if size > 1 and self.ranks % size == 0 else 0
 

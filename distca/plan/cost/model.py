@@ -131,7 +131,7 @@ class CostModel(ABC):
         return self.per_direction(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
-        """Returns the [K][N] seconds of :meth:`per_direction` as lists."""
+        """Returns the [K][N] seconds of :meth:`per_direction` as lists; for few tasks it is faster in most models."""
         q, kv = np.array(q_rows, np.float64), np.array(kv_rows, np.float64)
         seconds: list[list[float]] = self.per_direction(direction, q, kv).tolist()
         return seconds

@@ -21,7 +21,7 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of tasks on each server. Methods without an argument ``server`` use the first table.
+    """Seconds of tasks on each server. Methods of a cost model without an argument ``server`` use the first table.
 
     Attributes:
         tables: cost models.
@@ -120,8 +120,8 @@ class ServerWork:
 
     Attributes:
         costs: [C] cost models that return work in place of seconds, one for each table.
-        of_server: [R] index of each server's table; None if all servers have the same table.
-        slowness: [K, R] seconds that a server takes for one second of work; None if all servers have the same table.
+        of_server: [R] index of each server's table; None if the cost model is no :class:`PoolCost`.
+        slowness: [K, R] seconds that a server takes for one second of work; None in the same case.
     """
 
     direction: Direction

@@ -1,8 +1,9 @@
-"""How many weights a matrix product has that takes as long as the core of a recurrent layer, for equally many rows.
+"""Estimates the time of the core of a recurrent layer, for the simulator: as a number of weights.
 
-The *core* is the layer without its projections. Its time per row is proportional to the number of elements of its
-recurrent state, that of a matrix product to the number of weights. Example: in forward, a gated delta net whose state
-has 1,000 elements takes as long as a matrix product with 39,500 weights.
+A matrix product with this number of weights takes as long as the core, for equally many rows. The *core* is the layer
+without its projections. Its time per row is proportional to the number of elements of its recurrent state, that of a
+matrix product to the number of weights. Example: in forward, a gated delta net whose state has 1,000 elements takes as
+long as a matrix product with 39,500 weights.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ measured."""
 
 @dataclass(frozen=True)
 class CoreWeights:
+    """The number of weights of a matrix product that takes as long as the core."""
+
     forward: float
     backward: float
 

@@ -87,7 +87,7 @@ class TableCost(CostModel):
     - Inside a grid cell, the factor is interpolated between corners, bilinearly in ``q_rows`` and ``kv_rows``.
 
     Args:
-        shape: the measured heads.
+        shape: the heads that the seconds are for.
         q_rows: [Q] query rows, increasing.
         kv_rows: [V] k,v rows, increasing.
         forward_seconds: [Q, V] seconds per task in a large batch of equal tasks; nan if not measured.
@@ -102,7 +102,7 @@ class TableCost(CostModel):
             ``kv_rows`` no point was measured.
 
     Attributes:
-        measured: the four measured arrays, under the names in :attr:`COLUMNS`.
+        measured: the four arrays that were given, under the names in :attr:`COLUMNS`.
     """
 
     COLUMNS = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")

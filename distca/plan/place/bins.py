@@ -31,8 +31,9 @@ _SAME_SIZE = 1.5
 """Items are dealt in groups of similar length, so that bins are sorted once for each group. The longest item of a group
 has less than this many times the tokens of the shortest."""
 OVERFULL = 0.012
-"""A bin may exceed the work that it should get by this part of that work, if an item then stays whole. Beyond this
-limit the item is cut, unless a share would have less work than ``LEAST_SHARE``."""
+"""A bin may exceed the work that it should get by this part of that work. Up to this limit it takes all that is left of
+an item, so that no further bin gets a share. An item that is not long may exceed the limit, if the bin that lacks most
+surplus has enough free tokens."""
 _OVERFULL_WITH_KEYS = 0.09
 """Replaces ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if :func:`deal_to_bins` gets
 ``few_keys``. With a smaller limit, one more rank would read all keys of the document for little work."""
@@ -111,15 +112,15 @@ def deal_to_bins(
 ) -> tuple[Filled, list[tuple[int, float]]]:
     """Deals items to bins, longest first, each to the bin that lacks most surplus and has room.
 
-    A long item is cut into shares. Any other item is cut only if no bin can take it whole.
+    A long item is cut into shares. Any other item is cut only if its bin has too few free tokens.
 
     Args:
         mean: work that each rank should get, about 1.
         room: [B] tokens that each bin has room for.
         ranks: [B] number of ranks in each bin.
         filler: work per token of the filler, and the number of its tokens.
-        most: the parts of a bin's work and of its tokens that shares may take. With (0.8, 0.5), a bin of 1.0 work and
-            100 tokens takes shares of at most 0.8 work and 50 tokens.
+        most: the parts of a bin's work and of its tokens that shares should take at most. With (0.8, 0.5), a bin of 1.0
+            work and 100 tokens takes shares of 0.8 work and 50 tokens. It takes more only of items that are left over.
         few_keys: whether each rank should read the keys of few documents. A very long document (``_FEW_SHARES``) then
             has no small last share. Of two other long documents, the second may begin on the bin where the first ended.
 

@@ -25,7 +25,7 @@ from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
 from distca.plan.sorting import in_turns, order_by
 
 _DENSE = 0.6
-"""A document is cut only if its work per token is at least this multiple of the mean over all documents."""
+"""A document is long only if its work per token is at least this multiple of the mean over all documents."""
 _SAME_SIZE = 1.5
 """Ranges are dealt in groups of similar length, so that ranks are sorted once for each group. The longest range of a
 group has less than this many times the rows of the shortest."""
@@ -33,10 +33,10 @@ _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler, as long as they have at most this part of all work together. With 0.01 instead,
 the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
-"""A document is cut only if its surplus is more than 1 + this number times the surplus of a part for one rank. Cutting
+"""A document is long only if its surplus is more than 1 + this number times the surplus of a part for one rank. Cutting
 is also repeated, up to ``_PASSES`` times, until the mean work of a rank changes by less than this, in units of work."""
 _LEAST_PART = 0.05
-"""No document is cut if a rank full of filler would lack at most this part of a rank's mean work."""
+"""No document is long if a rank full of filler would lack at most this part of a rank's mean work."""
 _PASSES = 3
 """The most passes. Cuts add work, so each pass cuts all documents anew, for the higher mean work of ranks."""
 _CORRECTIONS = 2
@@ -95,7 +95,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
     short_rate = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
-    # Budgets are rounded, so the last ranks may have room for hardly any tokens. Only ranks with at least half of the
+    # Budgets are rounded, so some ranks may have room for hardly any tokens. Only ranks with at least half of the
     # largest budget get parts.
     ranks = np.flatnonzero(2 * budgets >= budgets.max())
     wanted = mean - short_rate * float(budgets[ranks].mean())

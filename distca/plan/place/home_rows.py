@@ -1,7 +1,7 @@
 """Chooses which rows of every document each rank has in each *nano-batch*: in *ping* and *pong*, or in a single one.
 
-- A document's first rows, its *head*, are in ping, and its last rows, its *tail*, in pong. ``shares.py`` has dealt head
-  and tail to the same ranks, so queries in pong find the keys of the head there.
+- A document's first rows, its *head*, are in ping, and its last rows, its *tail*, in pong. ``shares.py`` has dealt both
+  to the same ranks. So ranks that need the head's keys in pong have read most of them in ping.
 - A document on several ranks is in *shares*. A share has a range of rows and its mirror image in the head, and a range
   and its mirror image in the tail.
 - *Filler* is the shortest documents. They fill the tokens that other documents leave free on each rank.

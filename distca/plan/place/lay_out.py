@@ -62,15 +62,16 @@ def lay_out(
         rank_of: [D] home rank of each document. Documents then stay whole on these ranks, and ``align``, ``placement``
             and ``cost`` are not used.
         align: the rows of all ranks but the last are multiples of this, so that tensor-parallel ranks can split them.
-        dealing: how documents are dealt to two nano-batches. "in_order": the first documents go to ping. "even": ping
-            and pong get about equal attention work. "lean": like "even", but with the placement "spread" a document on
-            several ranks may be in pong alone. For any dealing: unless the placement is "spread", ping may get up to
-            1/32 more tokens, so that pong does not get only few rows of a document.
+        dealing: how documents are dealt to two nano-batches. "in_order": the first documents go to ping; with the
+            placement "spread" it is the same as "even". "even": ping and pong get about equal attention work. "lean":
+            like "even", but with "spread" ping may get less work, so that a document on several ranks is in pong alone.
+            For any dealing: unless the placement is "spread", ping may get up to 1/32 more tokens, so that pong does
+            not get only few rows of a document.
         placement: which tokens are on which rank. "in_order": one document after the other, cut where a rank is full.
             "spread": ranks get about equal attention work, summed over ping and pong. "spread_by_nano_batch": ranks get
             about equal attention work in each nano-batch; also used in place of "spread" if ``home_rows.py`` finds no
             room for a document. "whole": only documents for which no rank has room are cut. With an ``align`` of 1
-            none is, if ranks can have tokens and work alike without (``swaps.py``).
+            none is cut if swaps of documents make the ranks' tokens about equal (``swaps.py``).
         cost: gives the seconds of attention, which "spread", "spread_by_nano_batch" and "whole" balance. With None they
             balance the number of query-key pairs.
         ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one. "spread" deals documents to
@@ -210,8 +211,8 @@ def _in_shares(
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
     """Numbers the rows of placed ranges on their ranks; returns the shards, and [R] rows per rank.
 
-    ``goes_on`` [D] is true for documents with rows in ping and in pong. Their rows come last on each rank.
-    :func:`_layout` relies on this order."""
+    Documents for which ``goes_on`` [D] is true come last on each rank. In ping, these must be the documents that go on
+    in pong: :func:`_layout` relies on it."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
