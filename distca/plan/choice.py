@@ -124,19 +124,19 @@ def cheaper(
     by_nano_batch: Callable[[], tuple[Layout, ...]],
     together: Callable[[], tuple[Layout, ...]],
     price: Callable[[tuple[Layout, ...]], Price],
-    whole: bool,
+    none_is_long: bool,
 ) -> tuple[Layout, ...]:
     """Returns the layouts of the cheaper placement.
 
     Args:
         by_nano_batch: makes the placement "apart".
         together: makes the placement "together".
-        whole: whether no document has clearly more attention work than a rank's mean. If True, ``together`` is tried
-            even if ranks wait for no transfer in "apart".
+        none_is_long: whether no document has clearly more attention work than a rank's mean. If True, ``together`` is
+            tried even if ranks wait for no transfer in "apart".
     """
     apart = by_nano_batch()
     before = price(apart)
-    if not before.bytes or not (before.exposed or whole):
+    if not before.bytes or not (before.exposed or none_is_long):
         return apart
     both = together()
     after = price(both)

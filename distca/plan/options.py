@@ -39,8 +39,9 @@ class PlanOptions:
         stages: number of pipeline stages.
         nano_batches: number of parts, the nano-batches, in which a micro-batch is computed: 1 or 2. With 2, transfers
             of one part run during the computation of the other.
-        align: the number of rows of a nano-batch on a rank is a multiple of ``align``, except on the last rank.
-            ``align`` must be a multiple of ``shares``.
+        align: the number of rows of a nano-batch on a rank is a multiple of this. On the last rank, or if documents
+            have given homes, ``distca/data/batch.py`` pads rows to a multiple. ``align`` must be a multiple of
+            ``shares``.
         shares: number of tensor-parallel ranks that split a data-parallel rank's rows; 1 without sequence parallelism.
         resend: True if homes send q, k and v again for backward; False if servers keep q, k and v from forward. With
             several stages and ``disaggregate``, ``resend`` must be True.

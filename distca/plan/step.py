@@ -32,8 +32,8 @@ from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
 """If a document takes more than this many times the attention seconds of an average rank, it is not left to one rank.
-Its rows then travel in any placement (``whole`` of :func:`distca.plan.choice.cheaper`). Values from 1.01 to 1.2 give
-about equal plans (benchmarks/results/planner_constants.json)."""
+Its rows then travel in any placement (``none_is_long`` in ``choice.py``). Values from 1.01 to 1.2 give about equal
+plans (benchmarks/results/planner_constants.json)."""
 _LONGER = 1.02
 """If :func:`plan_step` moves documents between micro-batches, a micro-batch gets at most this factor times the tokens
 of the largest micro-batch that was given. If documents do not fit so, the limit is ``room``."""
@@ -264,8 +264,8 @@ def _by_work(
     if options.ranks > SMALL_POOL or options.servers:
         return together()
     work = options.cost.per_direction("both", lengths, lengths)
-    whole = bool((work.max(axis=1, initial=0.0) <= work.sum(axis=1) * _WHOLE / options.ranks).all())
-    return cheaper(by_nano_batch, together, price, whole)
+    none_is_long = bool((work.max(axis=1, initial=0.0) <= work.sum(axis=1) * _WHOLE / options.ranks).all())
+    return cheaper(by_nano_batch, together, price, none_is_long)
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
