@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 
 from distca.errors import SupportError
@@ -73,11 +74,22 @@ def made_ready(model: Any, step: Step, forward_step: ForwardStep, *, forward_onl
     if not forward_only:
         _check_replicas(model)
         _zero_gradients(model)
+        _let_loss_scale_be_written()
     # Several models may share a configuration, so every step sets no_sync_func for the model that it runs.
     if isinstance(model, DistributedDataParallel):
         own_schedule = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
         model.config.no_sync_func = refuse_other_schedule if own_schedule else no_sync_of(model)
     return with_counted_tokens(forward_step)
+
+
+def _let_loss_scale_be_written() -> None:
+    """Forgets the scale of experts' losses that a first evaluation inside of torch.inference_mode left to Megatron.
+
+    Megatron could not write to it in training.
+    """
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if scale is not None and scale.is_inference():
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:

@@ -206,6 +206,21 @@ def _hooked_experts() -> dict[str, tuple[str, bool]]:
     return found
 
 
+def _trained_after_evaluation() -> str:
+    """What is said of training experts whose first evaluation was inside of inference mode."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from megatron_patches.training.training_step import summed_loss_step
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    fields = {"num_moe_experts": 2, "moe_ffn_hidden_size": 48, "moe_token_dispatcher_type": "alltoall"}
+    cad, ddp, step = _wrapped(fields=fields)
+    with torch.inference_mode():
+        cad.forward_backward(step, summed_loss_step, ddp, forward_only=True)
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale.is_inference()
+    return _trained(cad, ddp, step)
+
+
 def _hooked_at_home(multiplier: float) -> dict[str, tuple[str, bool]]:
     """What is said of a hook on each part of a layer, and whether it ran. With 1.0 the layers are Megatron's own."""
     from distca import ModelOptions
@@ -366,6 +381,7 @@ def _all() -> dict[str, Any]:
         "called": _called(),
         "hooked": {multiplier: _hooked_at_home(multiplier) for multiplier in (1.0, 0.5)},
         "experts": _hooked_experts(),
+        "after evaluation": _trained_after_evaluation(),
         "mixed": _mixed(),
         "harmless": _harmless(),
         "uses": _uses(),
@@ -427,6 +443,10 @@ def test_arguments_of_another_batch_or_without_effect_are_refused(found: list[di
         assert "pass the tensors of one batch as they are" in said["ids"]
         for name in ("inference", "by place"):
             assert said[name].startswith("The model was called with inference_context, which would be ignored")
+
+
+def test_experts_train_after_a_first_evaluation_in_inference_mode(found: list[dict[str, Any]]) -> None:
+    assert [rank["after evaluation"] for rank in found] == ["", ""]
 
 
 def test_a_hook_at_home_runs_or_is_refused(found: list[dict[str, Any]]) -> None:
