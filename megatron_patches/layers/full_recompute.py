@@ -3,8 +3,8 @@
 Megatron's ``recompute_granularity="full"`` would pass ``attention_mask`` to autograd's ``save_for_backward``, which
 takes only tensors. In this project the mask is an object that describes the micro-batch, so a closure holds it.
 
-Layers that are cut are recomputed by ``block.py`` and ``hybrid_stack.py``, which only take :func:`differentiable` from
-here.
+With disaggregation ``block.py`` recomputes layers itself, and so does ``hybrid_stack.py`` in HybridModels. Both only
+take :func:`differentiable` from here.
 """
 
 from __future__ import annotations

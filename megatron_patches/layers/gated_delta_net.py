@@ -1,7 +1,7 @@
-"""Megatron-Core 0.19's gated delta net, which can be built without the package fla, and its layer's spec.
+"""Builds Megatron-Core 0.19's gated delta net, also without the package fla; and makes the spec of a layer with it.
 
 A gated delta net is a recurrence in place of softmax attention. Megatron's module supplies weights, projections and
-norm. ``distca/recurrent`` computes the convolution and the recurrence; on GPUs fla-core computes the latter.
+norm. ``distca/recurrent`` computes the convolution and the recurrence. On GPUs it calls fla for the recurrence.
 """
 
 from __future__ import annotations

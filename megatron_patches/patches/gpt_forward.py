@@ -57,8 +57,8 @@ class PatchedForward(LanguageModule):
             input_ids: [1, rows] token ids.
             position_ids: [1, rows] position of each row in its document, for RoPE.
             attention_mask: the attribute ``attention`` of a batch that the model's ``distca.CAD`` planned.
-            summed_loss: whether to return the sum of losses; needs ``labels`` and ``loss_mask``.
-            log_probabilities: whether to return log-probabilities; needs ``labels``.
+            summed_loss: whether to return the sum of losses; needs ``labels`` and ``loss_mask``, by name.
+            log_probabilities: whether to return log-probabilities; needs ``labels``, by name.
             args, kwargs: other arguments of Megatron's forward, such as ``labels``.
 
         Returns:
@@ -67,7 +67,7 @@ class PatchedForward(LanguageModule):
             example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
 
         Raises:
-            SupportError: torch.autocast is on; an argument is missing, has the wrong class or other rows than the
+            SupportError: torch.autocast is on; an argument is missing, has the wrong class or not as many rows as the
                 batch, or would be ignored; ``summed_loss`` and ``log_probabilities`` are both set; or one is set for a
                 model whose output layer or loss the user changed.
         """
@@ -79,12 +79,11 @@ class PatchedForward(LanguageModule):
                 f"The model was called with a {type(attention_mask).__name__} as attention_mask; pass the `attention` "
                 "of a batch that the model's own CAD planned."
             )
-        self._check_given(args, kwargs)
-        _check_rows(attention_mask, input_ids, position_ids, kwargs)
+        _check_rows(attention_mask, input_ids, position_ids, self._checked(args, kwargs))
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
-            raise SupportError("summed_loss needs labels and loss_mask; pass both, or leave summed_loss out.")
+            raise SupportError("summed_loss needs labels and loss_mask; pass both by name, or leave summed_loss out.")
         if log_probabilities and (summed_loss or kwargs.get("labels") is None):
-            raise SupportError("log_probabilities needs labels and no summed_loss; pass the batch's labels.")
+            raise SupportError("log_probabilities needs labels and no summed_loss; pass the batch's labels by name.")
         if (summed_loss or log_probabilities) and (own := _own_output(self)):
             raise SupportError(
                 f"The model has {own}, which summed_loss and log_probabilities would ignore: leave both arguments out; "
@@ -102,8 +101,8 @@ class PatchedForward(LanguageModule):
             self.expert_load.add(attention_mask.balance)
         return output
 
-    def _check_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses arguments of Megatron's forward that would be ignored."""
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Refuses arguments of Megatron's forward that would be ignored; returns all arguments by name."""
         given = dict(zip(_further_arguments(megatrons_class(self)), args, strict=False)) | kwargs  # type: ignore[arg-type]
         for name in _IGNORED:
             if given.get(name) is not None:
@@ -111,6 +110,7 @@ class PatchedForward(LanguageModule):
                     f"The model was called with {name}, which would be ignored, as a step runs whole documents: leave "
                     "it out."
                 )
+        return given
 
     def _with_balance(self, micro_batch: Any) -> Any:
         layers = self.expert_load.layers
@@ -195,7 +195,7 @@ def _check_rows(
     position_ids: torch.Tensor,
     others: Mapping[str, Any],
 ) -> None:
-    """Refuses tensors that have other rows than the micro-batch, for example because they are another one's."""
+    """Refuses tensors that do not have as many rows as the micro-batch, for example those of another micro-batch."""
     if not micro_batch.nano_rows:
         return
     rows = sum(micro_batch.nano_rows)

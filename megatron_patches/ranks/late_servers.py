@@ -1,7 +1,8 @@
 """Late servers: servers without a model that come during a run, and wait until the ranks that train let them join.
 
 The ranks that train are called *homes*; only their first one creates these objects. A *pool* is all homes with the same
-tensor-parallel rank, and their servers. Each late server has written a :class:`Comer` into the pool's store.
+tensor-parallel rank, and their servers. Each late server has written a :class:`Comer` into a :class:`PoolStore`, which
+homes and servers share.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class LateServers:
     """The servers that came during the run and have not joined yet.
 
     Args:
-        store: the pool's store.
+        store: the store with the :class:`Comer` of each late server.
         tp: number of tensor-parallel ranks.
         device: the homes' type of device.
         gpus: identities of the homes' GPUs; "" for a CPU.

@@ -33,7 +33,8 @@ class DisaggregatedMicroBatch:
     Rows are split into one or two nano-batches; the device computes one while rows of the other travel between ranks.
 
     Attributes:
-        routes: for each layer of this pipeline stage, which rows this rank sends and receives.
+        routes: for each layer of this pipeline stage with attention or a recurrence, which rows this rank sends and
+            receives.
         nano_rows: number of this rank's rows in each nano-batch, with padding.
         chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without it.
         document_lengths: [N] int64 length of each row's document; None if the model's position embedding does not need

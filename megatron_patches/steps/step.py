@@ -74,8 +74,8 @@ class Taker:
         rank: the rank's number among data-parallel ranks.
         lengths: whether the model's position embedding needs the length of every row's document.
         vocabulary: token ids have to be below this number; None leaves ids unchecked.
-        recurrences: for each layer of the model its recurrence, or None for a layer with attention. Empty if all layers
-            have attention.
+        recurrences: for each layer of the model with attention or a recurrence, its recurrence or None. Empty if no
+            layer has a recurrence.
     """
 
     stage: int
@@ -179,7 +179,7 @@ def _disaggregated(
 
 
 def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
-    """Returns the routes of all layers of this stage: the given routes, and new ones for recurrent layers.
+    """Returns the routes of this stage's layers in order: the given routes, and new ones for recurrent layers.
 
     A piece is a run of a document's rows on one rank, in one nano-batch. Routes of a recurrent layer move the recurrent
     state from a document's earlier pieces to later ones. They also move the ``halo_rows`` rows before a piece, for its

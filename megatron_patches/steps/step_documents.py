@@ -155,6 +155,8 @@ def _by_document(name: str, kinds: str, given: Any, micro_batches: Sequence[Sequ
             array = None if values is None else np.asarray(values)
         except ValueError:  # the values are lists of unequal lengths
             array = np.empty(0)
+        except (TypeError, RuntimeError) as error:  # a tensor on a GPU, or one that requires a gradient
+            raise PlanError(f"`{name}` of micro-batch {number} cannot be read as an array: {error}") from None
         if array is not None and not array.size:
             array = array.astype(np.int64)  # numpy makes a float array of an empty list
         if array is not None and (array.shape != (len(documents),) or array.dtype.kind not in kinds):

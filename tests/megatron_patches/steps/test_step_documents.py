@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from distca.data.batch import targets_of
 from distca.errors import DataError, PlanError
@@ -111,6 +112,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "below 0": (_step([IDS], weights=[[-1.0]]), "A weight of micro-batch 0 is -1; float32 weights from 0 on are allow"),
     "no number": (_step([IDS], weights=[[np.nan]]), "A weight of micro-batch 0 is nan; float32 weights"),
     "infinite in float32": (_step([IDS], weights=[[1e39]]), "A weight of micro-batch 0 is 1e+39; float32 weights"),
+    "weights with a gradient": (
+        _step([IDS], weights=[torch.ones(1, requires_grad=True)]),
+        "`weights` of micro-batch 0 cannot be read as an array: Can't call numpy() on Tensor that requires grad",
+    ),
     "a set": ([[{1, 2}]], "Document 0 of micro-batch 0 is a set; "),
     "a number as homes": (_step([IDS], homes=0), "`homes` of micro-batch 0 are not one rank for each of "),
 }

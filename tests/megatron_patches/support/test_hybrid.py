@@ -123,6 +123,8 @@ def test_patterns_that_are_served(pattern: str) -> None:
         ("G-*E", {}, "num_moe_experts is None, but hybrid_layer_pattern is 'G-*E'"),
         ("G-*-", {"experimental_attention_variant": "gated_delta_net"}, "'gated_delta_net': set it to None"),
         ("M-*-", {**_TENSOR_PARALLEL, "tensor_model_parallel_size": 4}, "mamba_num_groups is 2"),
+        ("M-*-", {"mamba_num_groups": 0}, "mamba_num_groups is 0"),
+        ("M-*-", {"mamba_num_heads": None, "mamba_head_dim": 0}, "mamba_head_dim is 0: set it to at least 1"),
         ("M-*-", {"mamba_num_heads": 3}, "mamba_num_heads is 3"),
         ("M-*-", {"mamba_num_heads": None}, "mamba_num_heads is 1, but must be a multiple of mamba_num_groups 2"),
         ("G-*-", {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is None, but the model has gated delta"),

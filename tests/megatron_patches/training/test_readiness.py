@@ -184,6 +184,7 @@ def _called() -> dict[str, str]:
     }
     usual = {"input_ids": one.tokens, "position_ids": one.positions, "attention_mask": one.attention}
     said = {name: _said(ddp, **usual | call) for name, call in calls.items()}
+    said["labels by place"] = _said(ddp, *usual.values(), None, other.labels)
     return said | {"by place": _said(ddp, *usual.values(), None, None, object())}
 
 
@@ -439,7 +440,8 @@ def test_arguments_of_another_batch_or_without_effect_are_refused(found: list[di
     for rank in found:
         said = rank["called"]
         assert said["attention"].startswith("The model was called with input_ids of shape [1, ")
-        assert said["labels"].startswith("The model was called with labels of shape [1, 40], and the batch of its `att")
+        for name in ("labels", "labels by place"):
+            assert said[name].startswith("The model was called with labels of shape [1, 40], and the batch of its `att")
         assert "pass the tensors of one batch as they are" in said["ids"]
         for name in ("inference", "by place"):
             assert said[name].startswith("The model was called with inference_context, which would be ignored")
