@@ -264,7 +264,7 @@ def _check_file(name: str, known: list[str]) -> None:
         raise ConfigError(f"{name} must hold settings as 'name: value' lines, not a {type(content).__name__}.")
     groups = {setting.rsplit(".", 1)[0] for setting in known if "." in setting}
     for setting, value in flat(content).items():
-        if value is None and setting in groups:
+        if setting in groups:  # a group whose value is no mapping
             raise ConfigError(f"{setting} in {name} has no settings below it; write some, or leave it out.")
         if setting not in known:
             raise ConfigError(_unknown(setting, known, f"in {name}"))

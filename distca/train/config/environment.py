@@ -174,7 +174,7 @@ def _refuse_unknown(name: str, value: str, launcher: Launcher) -> None:
     instead = variable.instead
     if not instead:
         (setting,) = variable.training or variable.benchmarks or ()
-        instead = f"append --{setting} {variable.written(value) if value in '01' else value}"
+        instead = f"append --{setting} {variable.written(value) if value in ('0', '1') else value}"
     script = launcher.value.rpartition("/")[2]
     raise LaunchError(
         f"{name} is not a variable of {script}.", f"{instead.replace('{value}', value)}, or unset {name}."

@@ -83,10 +83,11 @@ def context_warning(config: RunConfig) -> str | None:
     known = _known_positions(first.positions, first.rope_scaling, model.rope_scaling)
     if known is None or longest <= known:
         return None
+    factor = -(-longest // model.rope_scaling.original_length)  # by which yarn stretches the first training's positions
     return (
         f"data.context_length is {longest}, but the model in checkpoint.init_from {config.checkpoint.init_from} knows "
         f"{known} positions, and nothing stretches them further. Set model.rope_base to a larger base, or "
-        f"model.rope_scaling.kind to yarn and model.rope_scaling.factor to {-(-longest // first.positions)} or more, "
+        f"model.rope_scaling.kind to yarn and model.rope_scaling.factor to {factor} or more, "
         f"or data.context_length to {known} or less."
     )
 

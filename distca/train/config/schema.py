@@ -38,7 +38,7 @@ class ModelConfig(ModelShape):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model is cut. What is left of the world is data parallel, and is the attention server pool.
+    """How the model is cut. What is left of the world is data parallel.
 
     Attributes:
         tp: tensor-parallel ranks; attention heads stay sharded over them.

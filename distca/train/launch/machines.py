@@ -224,15 +224,18 @@ def _asked_of_job(values: Mapping[str, str], environment: Mapping[str, str]) -> 
 
 
 def _gpus_of_job(environment: Mapping[str, str], nodes: int) -> int:
-    """GPUs of a node. Inside salloc this may be a login node, so Slurm's own count, which may read h100:8, is first."""
+    """GPUs of a node. Inside salloc this may be a login node, so Slurm's own count is first.
+
+    It may read ``h100:8``, ``h100:4,a100:4``, or 0 on a login node, where it says nothing of the job."""
     set_it = "set GPUS_PER_NODE to the GPUs of a machine, 0 for CPU ranks."
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"):
         said = environment.get(name)
         if said:
-            if not re.fullmatch("0|[1-9][0-9]{0,8}", said.rpartition(":")[2]):
+            of_types = [each.rpartition(":")[2] for each in said.split(",")]
+            if not all(re.fullmatch("0|[1-9][0-9]{0,8}", each) for each in of_types):
                 raise LaunchError(f"{name} is '{said}', which names no number of GPUs.", set_it)
-            gpus = int(said.rpartition(":")[2])
-            return gpus if name != "SLURM_GPUS" else _each(gpus, nodes, name)
+            if gpus := sum(map(int, of_types)):
+                return gpus if name != "SLURM_GPUS" else _each(gpus, nodes, name)
     # Of --gres nothing is said outside the job's steps.
     shown = subprocess.run(
         ["scontrol", "show", "job", "--oneliner", environment["SLURM_JOB_ID"]], stdout=subprocess.PIPE, text=True
@@ -268,8 +271,9 @@ def gpus_here() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus
-    # CUDA takes them up to the first that is not there; some are named by their unique id.
+    # CUDA takes them up to the first that is not there; some are named by their unique id. NoDevFiles is Slurm's none.
     named = takewhile(
-        lambda name: name[:1].isalpha() or (name.isdecimal() and int(name) < gpus), map(str.strip, visible.split(","))
+        lambda name: name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < gpus),
+        map(str.strip, visible.split(",")),
     )
     return min(gpus, len(list(named)))

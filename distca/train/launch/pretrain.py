@@ -111,7 +111,8 @@ def _configuration(values: Mapping[str, str], gpus: int, arguments: list[str]) -
     given = environment.settings_among(arguments)
     folder = "INIT_FROM" in values or "--checkpoint.init_from" in given
     if folder and "MODEL" in values:
-        raise LaunchError("MODEL and INIT_FROM are both set, and each says what the model's shape is.", "keep one.")
+        other = "INIT_FROM" if "INIT_FROM" in values else "--checkpoint.init_from"
+        raise LaunchError(f"MODEL and {other} are both given, and each says what the model's shape is.", "keep one.")
     if "--config" in given:
         return []
     model = values.get("MODEL") or ("8b-cut" if gpus else "tiny")

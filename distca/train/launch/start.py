@@ -161,7 +161,7 @@ class Ranks:
         Any other signal ends them, as SIGTERM to torchrun or srun.
         """
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
-        self.asked_to_save = bool(_told_early)
+        self.asked_to_save |= bool(_told_early)  # it may have come in between, too
         try:
             output = None if self.log is None else subprocess.PIPE
             # Ctrl-C reaches the whole terminal; the ranks are told once, by this process.
@@ -220,7 +220,9 @@ class Ranks:
 
 
 def _tell_ranks(starter: int, number: int) -> bool:
-    """Send a signal to the ranks below a process; whether there are any. srun has none here and passes SIGUSR1 on."""
+    """Send a signal to the ranks below a process; whether it was sent.
+
+    Where there are none, SIGUSR1 goes to the process itself: srun passes it on, and torchrun ignores it."""
     told = False
     for process in _ranks_below(starter):
         with suppress(ProcessLookupError):

@@ -112,7 +112,8 @@ def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: 
         ("model: {hiden: 3}", "There is no setting 'model.hiden'"),
         ("modell: {hidden: 3}", "There is no setting 'modell.hidden'"),
         ("data: {begin_token: '#'}", "data.begin_token is '#', which YAML reads as a comment, so as null; choose"),
-        ("model: 3", "There is no setting 'model'"),
+        ("model: 3", "model in"),
+        ("model: 3", "run.yaml has no settings below it; write some, or leave it out."),
         ("- a", "must hold settings as 'name: value' lines, not a list"),
         ("a: [", "is not valid YAML"),
         (

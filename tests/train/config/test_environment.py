@@ -164,3 +164,10 @@ def test_what_other_scripts_take_is_not_passed_over(name: str, instead: str) -> 
         read(Launcher.TRAINING, {name: "3"})
     assert instead in refused.value.next_step
     assert read(Launcher.RUN_3D, {name: "3"}) == {}
+
+
+def test_a_value_that_a_switch_does_not_have_is_a_sentence_where_the_switch_is_not_taken() -> None:
+    for value, written in (("1", "true"), ("01", "01")):
+        with pytest.raises(LaunchError, match=r"^PING_PONG is not a variable of run3d\.sh") as caught:
+            read(Launcher.RUN_3D, {"PING_PONG": value})
+        assert caught.value.next_step == f"append --cad.ping_pong {written}, or unset PING_PONG."

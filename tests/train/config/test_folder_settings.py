@@ -90,6 +90,24 @@ def test_positions_that_the_model_never_saw_are_warned_of(
     assert f"knows {longest} positions" in said and "Set model.rope_base to a larger base" in said
 
 
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 2.0,
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048},
+}
+
+
+@pytest.mark.parametrize("scaling", [None, _YARN | {"factor": 2.0}, _LLAMA3, {"rope_type": "linear", "factor": 4.0}])
+def test_the_factor_that_is_advised_is_the_smallest_that_helps(tmp_path: Path, scaling: dict[str, Any] | None) -> None:
+    line = _line(_folder(tmp_path, rope_scaling=scaling), *_context(16000))
+    said = context_warning(parse_run_config(line))
+    assert said is not None
+    advised = int(said.partition("model.rope_scaling.factor to ")[2].partition(" ")[0])
+    line += ["--model.rope_scaling.kind", "yarn", "--model.rope_scaling.factor"]
+    assert context_warning(parse_run_config([*line, str(advised)])) is None
+    assert context_warning(parse_run_config([*line, str(advised - 1)])) is not None
+
+
 def test_a_run_without_a_folder_has_no_context_to_warn_of() -> None:
     assert context_warning(parse_run_config([])) is None
 

@@ -63,14 +63,15 @@ def test_packages_that_a_run_needs_are_installed_with_it(values: dict[str, str],
 
 
 @pytest.mark.parametrize(
-    ("visible", "ranks"), [("0, 1", 2), ("3", 1), ("0,1,2,3", 4), ("1,9,2", 1), ("GPU-8932f937,GPU-d1", 2), ("", 4)]
+    ("visible", "ranks"),
+    [("0, 1", 2), ("3", 1), ("0,1,2,3", 4), ("1,9,2", 1), ("GPU-8932f937,GPU-d1", 2), ("", 4), ("NoDevFiles", 4)],
 )
 def test_only_visible_gpus_count(machine: Machine, visible: str, ranks: int) -> None:
     """None at all are four CPU ranks."""
     machine.gpus(4)
     command = machine.dry(CUDA_VISIBLE_DEVICES=visible, MODEL="tiny")
     assert f"--nproc-per-node={ranks}" in command
-    assert ("CUDA_VISIBLE_DEVICES=" in command) == (not visible)
+    assert ("CUDA_VISIBLE_DEVICES=" in command) == (visible in ("", "NoDevFiles"))
 
 
 def test_gpus_per_node_0_uses_the_cpu(machine: Machine) -> None:
@@ -181,7 +182,7 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"GPUS_PER_NODE": "1"}, "GPUS_PER_NODE is 1, but this machine has 0 GPUs."),
         ({"ENABLE_NSYS": "1"}, "nsys is not on PATH"),
         ({"MODEL": "tiny", "CONFIG": "configs/tiny.yaml"}, "MODEL and CONFIG are both set"),
-        ({"MODEL": "tiny", "INIT_FROM": "folder"}, "MODEL and INIT_FROM are both set"),
+        ({"MODEL": "tiny", "INIT_FROM": "folder"}, "MODEL and INIT_FROM are both given"),
         ({"CONFIG": "nowhere.yaml"}, "There is no configuration file nowhere.yaml."),
     ],
 )

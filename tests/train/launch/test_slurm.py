@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from distca.errors import LaunchError
-from distca.train.launch.machines import _asked_of_job
+from distca.train.launch.machines import _asked_of_job, _gpus_of_job
 from tests.train.launch.machine import ROOT, SCRIPT, Machine, has_pair
 
 
@@ -179,6 +179,19 @@ def test_servers_take_the_last_gpus_of_one_node(machine: Machine) -> None:
     assert [_server_and_gpu(machine, servers, each)[1] for each in range(3)] == ["6", "6", "7"]
     refused = machine.launch(SERVERS="8", DRY_RUN="1")
     assert (refused.returncode, "leave none for ranks with a model" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "gpus"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "h100:8"}, 8),
+        ({"SLURM_GPUS_PER_NODE": "a100:2,h100:4"}, 6),
+        ({"SLURM_GPUS_ON_NODE": "0", "SLURM_GPUS_PER_NODE": "h100:4"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "0", "SLURM_GPUS": "8"}, 4),
+    ],
+)
+def test_gpus_of_all_types_count_and_0_says_nothing_of_the_job(said: dict[str, str], gpus: int) -> None:
+    assert _gpus_of_job(said, 2) == gpus
 
 
 @pytest.mark.parametrize(
