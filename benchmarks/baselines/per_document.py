@@ -190,9 +190,10 @@ class Gathered(torch.autograd.Function):
         keys, values = keys_and_values(kv, q.shape[2])
         if micro_batch.rows:
             with timer("backward"):
-                dq, dk, dv = kernel.backward(do[0].contiguous(), q, keys, values, o, lse, micro_batch.batch, kind)
+                do_THD = do[0].contiguous()
+                dq, dk, dv = kernel.backward(do_THD, q, keys, values, o, lse, micro_batch.batch, kind)
                 if sink is not None:
-                    of_sink = sink_gradient(do[0], o, lse, sink)
+                    of_sink = sink_gradient(do_THD, o, lse, sink)
         else:
             dq, dk, dv = torch.zeros_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         return (dq, *micro_batch.reduce(dk, dv), of_sink, None, None, None, None)

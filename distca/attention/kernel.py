@@ -2,7 +2,8 @@
 
 A *CA-task* (core-attention task) is a range of a document's queries with all keys and values up to them. Ranks compute
 tasks for each other, and backward of a task may run on another rank than its forward. So kernels are plain functions,
-not autograd functions. Implementations are flash4.py, torch_flash.py and reference.py.
+not autograd functions. Implementations are flash4.py, torch_flash.py and reference.py; pair.py joins two of them.
+:func:`core_attention` is an autograd function around a kernel, for attention that stays on its rank.
 
 Shape suffixes: T query rows and S key/value rows of the batch; H query heads, G key/value heads (H is a multiple of G),
 D head dimension. Values, and with them o and dO, may be narrower than queries and keys.
@@ -61,9 +62,10 @@ class TaskBatch:
         """Makes a batch from int borders on the host, without blocking the host."""
         q_rows, kv_rows = np.diff(borders_q), np.diff(borders_kv)
         assert (q_rows > 0).all() and (kv_rows >= (q_rows if causal else 1)).all()
+        borders_q, borders_kv = borders_q.astype(np.int32), borders_kv.astype(np.int32)
         return TaskBatch(
-            to_device(borders_q.astype(np.int32), device),
-            to_device(borders_kv.astype(np.int32), device),
+            to_device(borders_q, device),
+            to_device(borders_kv, device),
             borders_q,
             borders_kv,
             int(q_rows.max(initial=0)),
@@ -159,6 +161,7 @@ class _CoreAttention(torch.autograd.Function):
         batch, kernel, kind, timer = ctx.rest
         q, k, v, o, lse, sink = ctx.saved_tensors
         with timer("backward"):
-            gradients = kernel.backward(do[0].contiguous(), q, k, v, o, lse, batch, kind)
-            of_sink = None if sink is None else sink_gradient(do[0], o, lse, sink)
+            do_THD = do[0].contiguous()
+            gradients = kernel.backward(do_THD, q, k, v, o, lse, batch, kind)
+            of_sink = None if sink is None else sink_gradient(do_THD, o, lse, sink)
         return (*gradients, of_sink, None, None, None, None)

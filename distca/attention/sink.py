@@ -4,8 +4,8 @@ Kernels know no sinks and return o and lse, the log-sum-exp of a row's scores. T
 
     lse' = log(exp(lse) + exp(s)),    o' = o · exp(lse - lse'),    ds = -Σ exp(s - lse') · (dO' · o')
 
-The same kernel's backward gives the gradients of q, k and v if it gets dO', o' and lse'. It computes the softmax from
-lse', and its sum rowsum(dO' ∘ o') needs no term of the sink, whose value is zero.
+A kernel's backward gives the gradients of q, k and v if it gets dO', o' and lse'. It computes the softmax from lse',
+and its sum rowsum(dO' ∘ o') needs no term of the sink, whose value is zero.
 
 Shape suffixes: T query rows, H query heads, D head dimension.
 """
@@ -31,6 +31,6 @@ def scaled(o_THD: torch.Tensor, factor_TH: torch.Tensor) -> torch.Tensor:
 def sink_gradient(
     do_THD: torch.Tensor, o_THD: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor
 ) -> torch.Tensor:
-    """ds_H in the sinks' dtype, from o' and lse' after sinks, and the gradient of o'."""
+    """ds_H in the sinks' dtype, from o' and lse' after sinks, and dO', the gradient of o', which is contiguous."""
     weight_TH = torch.exp(sink_H.to(lse_TH.dtype) - lse_TH)
     return -(weight_TH * row_dots(do_THD, o_THD.contiguous())).sum(0).to(sink_H.dtype)

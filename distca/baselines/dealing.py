@@ -80,7 +80,7 @@ def groups_of(
 
     "packed" and "megatron-te" keep the ranks that the sampler chose, as plain packing does, "packed-dealt" those of
     :func:`dealt_anew`.
-    Groups get equal work where their tokens allow it, else what the sampler put on their ranks.
+    Other groups get equal work if documents can be dealt so, else the bins that the sampler packed on their ranks.
 
     Args:
         mode: a baseline.
@@ -108,6 +108,11 @@ def groups_of(
     if mode.degree == 1:
         return as_sampled
     dealt = deal(lengths, groups, work, mode.degree * room)
+    if dealt is None and bins % groups:
+        raise BaselineError(
+            f"{mode.name} deals documents to groups that hold {mode.degree} × {room:,} tokens, and these do not fit; "
+            f"choose a degree that is a multiple of {ranks // bins}, or raise the tokens per rank."
+        )
     return as_sampled if dealt is None else dealt
 
 

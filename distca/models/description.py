@@ -236,8 +236,8 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
     rotated = latent.rotary_dim if latent.kv_rank else _rotated(head_dim, rope, where)
     if heads % kv_heads:
         raise ModelError(f"{where} has {heads} query heads, which {kv_heads} key and value heads do not divide.")
-    if (rope.scaling.kind == "dynamic" or rope.alpha is not None) and rotated == 2:
-        raise ModelError(f"{where} has heads of 2, for which dynamic scaling has no base; it needs 4 at least.")
+    if rope.alpha is not None and rotated == 2:
+        raise ModelError(f"{where} has heads of 2, for which a scaling with alpha has no base; it needs 4 at least.")
     layer_types, window = read_window(family, said, where)
     quantised = _quantised(family, said, where)
     return ModelDescription(

@@ -72,8 +72,10 @@ class RopeScaling:
         found: list[str] = []
         if self.kind == "none":
             return found
-        if self.factor < 1:
-            found.append(f"factor is {self.factor:g}; it must be at least 1.")
+        if not 1 <= self.factor < math.inf:
+            found.append(f"factor is {self.factor:g}; it must be a number of at least 1.")
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            found.append(f"attention_factor is {self.attention_factor:g}; it must be a number above 0.")
         if self.kind != "linear" and self.original_length < 1:
             found.append(
                 f"original_length is {self.original_length}, but kind {self.kind} needs the positions of the model's "
@@ -108,12 +110,13 @@ class RopeScaling:
         return found
 
     def frequencies_problem(self, rotated: int) -> str | None:
-        """Returns a sentence on a wrong number of longrope's factors, beginning with the field's name. None means that
-        the number is right.
+        """Returns a sentence on what cannot work with so many frequencies, beginning with a field's name; else None.
 
         Args:
             rotated: dimensions of a head that positions turn, two for each frequency.
         """
+        if self.kind == "dynamic" and rotated == 2:
+            return "kind is dynamic, but positions turn 2 elements of a head, and its base needs at least 4."
         if self.kind != "longrope" or len(self.short_factors) == rotated // 2:
             return None
         return f"short_factors has {len(self.short_factors)} numbers, but a head has {rotated // 2} frequencies."

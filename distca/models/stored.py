@@ -61,7 +61,7 @@ def has_tensor(folder: Path, plain: str) -> bool:
         else:
             names = _header(folder / SINGLE)[0]
         return plain in map(plain_name, names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return False
 
 

@@ -16,8 +16,9 @@ _FULL, _WINDOW = "full_attention", "sliding_attention"
 def read_window(family: Family, said: Mapping[str, Any], where: str) -> tuple[list[LayerType], int]:
     """Returns the type of each layer, and the number of tokens in a window.
 
-    Layers of type "full" attend to whole documents, those of type "window" to the last tokens of them, the token itself
-    included. There is one type where all layers have the same. The number is 0 where no layer has a window.
+    In layers of type "full" a token attends to its whole document up to itself. In those of type "window" it attends to
+    the last tokens of this, itself included. There is one type where all layers have the same. The number is 0 where no
+    layer has a window.
 
     Args:
         family: how it says it.
@@ -80,6 +81,6 @@ def _check(kinds: list[str], layers: int, window: int | None, where: str) -> Non
             raise ModelError(f"{where} has layers of {kind} in layer_types, but only {_FULL} and {_WINDOW} are served.")
     if window is None and _WINDOW in kinds:
         raise ModelError(
-            f"{where} has layers of {_WINDOW} in layer_types, but no sliding_window for them; if the model was "
-            f"trained without, make them {_FULL}."
+            f"{where} has layers of {_WINDOW} in layer_types, but no window for them: sliding_window is not there, or "
+            f"use_sliding_window is false. If the model was trained without, make them {_FULL}."
         )

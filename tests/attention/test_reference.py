@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from distca.attention import TaskBatch
+from distca.attention.kernel import core_attention
 from distca.attention.reference import ReferenceKernel
+from distca.attention.sink import sink_gradient
 from distca.plan.kinds import AttentionKind
 from distca.testing.reference_attention import packed_attention, relative_error
 
@@ -50,3 +52,20 @@ def test_cut_queries_equal_the_whole(cuts):
     assert relative_error(dq_cut, dq) < 1e-14
     assert relative_error(torch.zeros_like(dk).index_add_(0, keys, dk_cut), dk) < 1e-14
     assert relative_error(torch.zeros_like(dv).index_add_(0, keys, dv_cut), dv) < 1e-14
+
+
+def test_an_expanded_gradient_gives_the_gradient_of_sinks(monkeypatch):
+    """The gradient of a sum has one element in memory, and Triton's row sums take contiguous rows only."""
+    gradients = []
+
+    def recorded(do, *others):
+        gradients.append(do)
+        return sink_gradient(do, *others)
+
+    monkeypatch.setattr("distca.attention.kernel.sink_gradient", recorded)
+    q, k, v, _ = _inputs(9, 4, 2, 8, seed=3)
+    sink = torch.zeros(4, dtype=q.dtype, requires_grad=True)
+    batch = TaskBatch.of(np.array([0, 9]), np.array([0, 9]), "cpu")
+    assert batch.borders_q.dtype == batch.borders_kv.dtype == np.int32
+    core_attention(q, k, v, batch, ReferenceKernel(), AttentionKind(8**-0.5, sink=True), sink_H=sink).sum().backward()
+    assert gradients[0].is_contiguous() and sink.grad.abs().min() > 0

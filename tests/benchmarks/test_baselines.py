@@ -205,6 +205,10 @@ def test_a_mode_that_documents_do_not_fit_is_refused():
         groups_of(parse_mode("packed"), lengths, bins, 2, 4, 100, work)
     assert groups_of(parse_mode("cp2"), lengths, bins, 2, 4, 100, work).tolist() == [0, 1, 1]
     assert groups_of(parse_mode("cp4"), lengths, bins, 2, 4, 100, work).tolist() == [0, 0, 0]
+    full, bins = np.array([200, 200, 200]), np.array([0, 1, 2])
+    with pytest.raises(BaselineError, match=r"cp3 deals .* that hold 3 × 100 tokens.*multiple of 2"):
+        groups_of(parse_mode("cp3"), full, bins, 3, 6, 100, work)
+    assert groups_of(parse_mode("cp3"), full[:2], bins[:2], 3, 6, 100, work).tolist() == [0, 1]
 
 
 def _kind_errors(names, lengths, kinds):

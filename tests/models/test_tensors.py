@@ -185,6 +185,14 @@ def test_a_file_cut_short(folder: Path) -> None:
         _check(folder)
 
 
+def test_an_empty_file(mixture: Path, tmp_path: Path) -> None:
+    """Whether experts lie in one tensor is looked up before the file is opened as safetensors."""
+    (tmp_path / "config.json").write_bytes((mixture / "config.json").read_bytes())
+    (tmp_path / SINGLE).touch()
+    with pytest.raises(ModelError, match=f"{SINGLE} is no whole safetensors file, perhaps cut short"):
+        _check(tmp_path)
+
+
 def test_a_file_that_is_gone(folder: Path) -> None:
     last = sorted(folder.glob("*.safetensors"))[-1]
     last.unlink()

@@ -104,7 +104,19 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         (
             "--model.rope_scaling.kind linear --model.rope_scaling.factor 0.5",
             4,
-            "model.rope_scaling.factor is 0.5; it must be at least 1.",
+            "model.rope_scaling.factor is 0.5; it must be a number of at least 1.",
+        ),
+        (
+            "--model.rope_scaling.kind yarn --model.rope_scaling.factor 4 --model.rope_scaling.original_length 1024 "
+            "--model.rope_scaling.attention_factor 0",
+            4,
+            "model.rope_scaling.attention_factor is 0; it must be a number above 0.",
+        ),
+        (
+            "--model.hidden 8 --model.heads 4 --model.kv_heads 4 --model.rope_scaling.kind dynamic "
+            "--model.rope_scaling.original_length 1024",
+            4,
+            "model.rope_scaling.kind is dynamic, but positions turn 2 elements of a head",
         ),
         (
             "--model.rope_scaling.factor 4",
