@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distca.commands.main import main
+from distca.train.checkpoint.command import _checkpoint_of
 from distca.train.run.folder_choice import hold
 from distca.train.run.run_folder import Checkpoint, RunFolder, newest_intact
 
@@ -120,3 +121,10 @@ def test_a_damaged_checkpoint_never_costs_an_intact_one(run: RunFolder) -> None:
 def test_a_folder_without_checkpoints_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("verify", "list", "prune"):
         assert "which holds no checkpoints; give the folder of a run" in _refused(capsys, command, tmp_path)
+
+
+def test_an_export_has_the_settings_that_its_checkpoint_was_saved_with(run: RunFolder) -> None:
+    later = run.resumed_config(20)
+    later.write_text("{}")
+    assert _checkpoint_of(run.path, None) == (run.checkpoint_path(30), later)
+    assert _checkpoint_of(run.path, 20) == (run.checkpoint_path(20), run.config)

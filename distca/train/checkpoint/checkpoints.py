@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from distca.data.sampler import Sampler
 from distca.errors import ConfigError, DamagedCheckpointError, DistcaError
 from distca.json_file import read_object
+from distca.models.experts import Experts
+from distca.models.hybrid import Hybrid
 from distca.models.latent import Latent
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
@@ -39,6 +41,8 @@ _EARLIER = {
     "model.sinks": False,
     "model.rope_scaling": asdict(RopeScaling()),
     "model.variant": asdict(Variant()),
+    "model.experts": asdict(Experts()),
+    "model.hybrid": asdict(Hybrid()),
     "model.latent": asdict(Latent()),
 }
 """The values of these settings in checkpoints of earlier versions, which did not write them down."""
@@ -71,8 +75,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
     """Restore a checkpoint; returns the sampler's state. Every rank calls it.
 
     Raises:
-        DamagedCheckpointError: it is not what was saved, or is more than data, of which nothing was run.
-        ConfigError: it is that of a model with other tensors, although its notes fit.
+        DamagedCheckpointError: it is not what was saved, or holds code, of which nothing was run.
+        ConfigError: its tensors are those of another model, although its fits.json fits.
     """
     from megatron_patches.checkpoint.save_load import load_checkpoint
     from megatron_patches.checkpoint.unpickling import UnreadableError
@@ -97,7 +101,8 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
         sampler: over the run's documents; moved to where the checkpoint's stood. None where they may be others.
 
     Raises:
-        ConfigError: naming each size that differs, or what cannot be read.
+        ConfigError: naming each setting that differs.
+        DamagedCheckpointError: naming what cannot be read.
         DataError: the documents or their order are others.
     """
     saved = _read_fits(checkpoint)

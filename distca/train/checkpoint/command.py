@@ -92,10 +92,12 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
         step: the checkpoint after that many steps; by default the newest.
     """
     root, target = Path(run), Path(output)
-    path = _checkpoint_of(root, step)
-    if not (root / _CONFIG).is_file():
-        raise ModelError(f"{root} has no {_CONFIG}, without which the model is unknown; give the folder of a run.")
-    config = parse_run_config(["--config", str(root / _CONFIG), "--checkpoint.resume", run])
+    path, settings = _checkpoint_of(root, step)
+    if not settings.is_file():
+        raise ModelError(
+            f"{root} has no {settings.name}, without which the model is unknown; give the folder of a run."
+        )
+    config = parse_run_config(["--config", str(settings), "--checkpoint.resume", run])
     check_empty(target, "--output")
     _check(path)
     model = exported(config, _vocabulary(path, config))
@@ -155,15 +157,19 @@ def _writing(folder: Path) -> Iterator[Path]:
         ) from None
 
 
-def _checkpoint_of(root: Path, step: int | None) -> Path:
+def _checkpoint_of(root: Path, step: int | None) -> tuple[Path, Path]:
+    """Returns the checkpoint's folder, and the file with the settings it was saved with: a run that resumed has more
+    than one, which may differ in the longest context."""
+    folder = RunFolder(root)
     if step is None and (root / _METADATA).is_file():
-        return root
-    checkpoints = {each.step: each.path for each in RunFolder(root).checkpoints()}
+        return root, folder.config
+    checkpoints = {each.step: each.path for each in folder.checkpoints()}
     if not checkpoints:
         raise ModelError(f"{root} has no complete checkpoint; give the folder of a run that saved one.")
     if step is not None and step not in checkpoints:
         raise OptionError(f"--step is {step}, but {root} has checkpoints after {', '.join(map(str, checkpoints))}.")
-    return checkpoints[max(checkpoints) if step is None else step]
+    chosen = max(checkpoints) if step is None else step
+    return checkpoints[chosen], folder.settings_of(chosen)
 
 
 def _check(path: Path) -> None:

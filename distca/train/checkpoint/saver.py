@@ -179,7 +179,7 @@ def _not_written(path: Path, failures: Mapping[int, tuple[BaseException, object]
 
 
 def _check_all_here(path: Path, written: list[dict[str, FileFacts]]) -> None:
-    """Whether rank 0 finds what all ranks wrote: each node may have written into a folder of its own."""
+    """Refuse a checkpoint of which rank 0 does not find all: each node may have written into a folder of its own."""
     for rank, files in enumerate(written):
         for name, facts in files.items():
             file = path / name

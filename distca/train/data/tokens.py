@@ -82,15 +82,14 @@ def find_tokens(config: RunConfig) -> list[str | None] | None:
     """Returns the prefix of the tokens of each source; None where some have to be made first.
 
     Raises:
-        DataError, VersionError: what would make that fail at once.
+        DataError, VersionError: what would make that fail at once, of any source.
     """
-    found: list[str | None] = []
-    for each in caches(config):
-        found.append(None if each is None else each.find())
-        if each is not None and found[-1] is None:
-            each.look()
-            return None
-    return found
+    cached = caches(config)
+    found = [None if each is None else each.find() for each in cached]
+    missing = [each for each, prefix in zip(cached, found, strict=True) if each is not None and prefix is None]
+    for each in missing:
+        each.look()
+    return None if missing else found
 
 
 def vocabulary_of(config: RunConfig) -> int:
@@ -208,9 +207,10 @@ def _is_seen(file: Path) -> bool:
 
 
 def warn_of_tokenizers(config: RunConfig, sources: Sequence[DocumentSource]) -> None:
-    """Rank 0 warns where ids are of another tokenizer than the run's own, or without one than those of other sources.
+    """Rank 0 warns where ids are of another tokenizer than the run's own, or where the run has none, than those of the
+    first source.
 
-    No error: a tokenizer that was saved again, or got more tokens, has another digest and the same ids.
+    It is no error: a tokenizer that was saved again, or got more tokens, has another digest and the same ids.
     """
     made = [(f"{each.prefix}.bin", *each.tokenizer) for each in sources if isinstance(each, Indexed) and each.tokenizer]
     if not made or os.environ.get("RANK", "0") != "0":

@@ -44,8 +44,8 @@ class StepRecorder:
         leveled: what plans level, in words.
         parts: what planned time consists of: attention of each kind of layer, and linear layers where plans count them.
         before: [parts, ranks] planned time of what plans level, every document at home: in every step and phase the
-            slowest rank first, relative to the mean, added up over steps. So the sum of before[:, 0] over steps is the
-            mean of imbalance_before.
+            slowest rank first, relative to the mean, added up over steps. So the sum of before[:, 0], divided by the
+            number of steps, is the mean of imbalance_before.
         after: [parts, ranks] the same as planned.
         measured: [ranks] the same from measured attention seconds of whole steps.
         phases: attention by phase and rank, where there are pipeline stages.

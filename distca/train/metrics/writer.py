@@ -22,7 +22,7 @@ Keys that other parts of the project read, where a step has them:
     recurrent_bytes_moved  in hybrid stacks: the same for recurrent layers, halos and summaries
     plan_ms             milliseconds of planning (in the background, one step ahead)
     plan_wait_ms        milliseconds that the step waited for its plan
-    attention_s         by rank, seconds that it computed attention, without waits
+    attention_s         by rank, then by server without a model, seconds that it computed attention, without waits
     expert_load_max     in models with experts: rows of the most loaded expert over the mean, in the layer where that is
                         most; of every layer in expert_load_max_layer_1 ..., of every expert, a list, in
                         expert_load_layer_1 ... (numbers of layers in the whole model)
@@ -90,7 +90,7 @@ class MetricsWriter:
         self._flush()
 
     def log(self, step: int, values: Mapping[str, float | int | str | list[float] | None]) -> None:
-        """Write one step. Values that are None are left out; NaN and infinities become the strings that JSON lacks."""
+        """Write one step. Values that are None are left out; NaN and infinities, which JSON lacks, become strings."""
         entry = {"step": step} | {key: _json_value(value) for key, value in values.items() if value is not None}
         self._file.write((json.dumps(entry) + "\n").encode())
         if self._board is not None:

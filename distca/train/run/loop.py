@@ -20,7 +20,7 @@ from distca.train.checkpoint import checkpoints
 from distca.train.checkpoint.export import export
 from distca.train.checkpoint.saver import Saver
 from distca.train.config.names import settings_named
-from distca.train.config.schema import RunConfig
+from distca.train.config.schema import LogConfig, RunConfig
 from distca.train.data.corpus import dealt, open_sampler
 from distca.train.metrics.files import warned_of
 from distca.train.metrics.plots import plot_balance, plot_phases, write_timeline
@@ -100,8 +100,8 @@ class _Loop:
         """All steps, then validation, the last checkpoint and the summary."""
         steps, log = self._config.train.steps, self._config.log
         self._stopping = Stopping(self._config, self._trainer.world)
-        if log.timeline_steps and log.timeline_steps[0] > steps:
-            logger.info("No timeline: log.timeline_steps %s begins after the last step, %d.", log.timeline_steps, steps)
+        for sentence in _not_recorded(log, self._first + 1, steps):
+            logger.info("%s", sentence)
         validation = None
         with ExitStack() as stack:
             ahead = self._enter(stack)
@@ -297,6 +297,15 @@ class _Loop:
             phases.write(self._folder.phases, stages)
             plot_phases(self._folder.phases_plot, phases, stages)
             self._drawn.append(self._folder.phases_plot)
+
+
+def _not_recorded(log: LogConfig, first: int, last: int) -> list[str]:
+    """Sentences on a timeline or profile that has none of the steps from ``first`` to ``last``, which this run does."""
+    return [
+        f"No {name}: log.{name}_steps is {list(wanted)}, and this run does steps {first} to {last}."
+        for name, wanted in (("timeline", log.timeline_steps), ("profile", log.profile_steps))
+        if wanted and (wanted[0] > last or wanted[1] < first)
+    ]
 
 
 def _diverged(step: int, loss: float, grad_norm: float, config: RunConfig) -> DivergedError:

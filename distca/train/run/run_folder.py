@@ -1,6 +1,7 @@
 """The folder of a run, and the checkpoints in it.
 
     runs/llama-tiny/config.yaml            the settings the run started with
+                    config-from-step-...   those of a part that resumed (config-from-step-000060.yaml)
                     starts.json            command, hosts, versions and commit of every start
                     console.log            what rank 0 said
                     ranks/rank_0001.log    what another one said, in more words than on the console
@@ -11,7 +12,7 @@
                     profile/               traces of torch's profiler, one a rank
                     tensorboard/
                     checkpoints/step_000060/
-                    .held-by               who writes here, while somebody does
+                    .held-by               who writes here, or did last
 
 Steps are counted from 1, so ``step_000060`` is the state after 60 optimizer steps.
 """
@@ -162,11 +163,15 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"{path} cannot be written ({system_words(error)}); make room.") from None
 
+    def settings_of(self, step: int) -> Path:
+        """Returns the file with the settings of the part of the run that did ``step``."""
+        parts = {0: self.config} | self._resumed_configs()
+        return parts[max(first for first in parts if first < step)]
+
     def settings_before(self, step: int) -> dict[str, Any]:
         """Nested settings, as YAML has them, of the part of the run that did ``step``; empty where they are unknown."""
-        parts = {0: self.config} | self._resumed_configs()
         try:
-            found = yaml.safe_load(parts[max(first for first in parts if first < step)].read_text(encoding="utf-8"))
+            found = yaml.safe_load(self.settings_of(step).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -193,8 +198,8 @@ class RunFolder:
     def prune(self, keep: int, newest: int | None = None) -> list[Path]:
         """Delete all complete checkpoints but the ``keep`` newest, and those that a killed run left unfinished; returns
         folders that cannot be deleted, which are warned about. A damaged one does not count as kept, so it never costs
-        an intact one. Nor does one after step ``newest`` count, from which nothing went on. Call it on one rank, while
-        none is being written."""
+        an intact one. Those after step ``newest``, from which nothing went on, do not count either, and stay. Call it
+        on one rank, while none is being written."""
         unwanted = [path for path in self.checkpoint_folders() if not (path / COMPLETE).exists()]
         old = [each for each in self.checkpoints() if newest is None or each.step <= newest]
         while old and keep:

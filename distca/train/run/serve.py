@@ -28,7 +28,8 @@ from distca.runtime.attention_server import HOMES_QUIET
 
 
 def main() -> NoReturn:
-    """Serve until the homes' run is over; an error ends it and them, but not that it cannot join a run."""
+    """Serve until the homes' run is over. An error ends this server and the homes; one that only keeps it from joining
+    their run ends this server alone."""
     end_with_parent()
     # As homes do, whose shapes differ from step to step as well.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -17,6 +17,7 @@ from distca.models.variant import Variant
 from distca.testing.ranks import run_ranks
 from distca.train.checkpoint.checkpoints import _before
 from distca.train.config.cli import parse_run_config
+from distca.train.config.schema import RunConfig
 from megatron_patches.versions import has_gated_delta_net
 from tests.train.checkpoint.test_folders import CONSTANT, NO_SHAPE, VOCABULARY, _tensors
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
@@ -183,4 +184,6 @@ def test_a_checkpoint_from_before_a_field_was_there_had_its_default() -> None:
         del earlier[newer]
     saved = {"model.rope_scaling": earlier}
     assert _before(saved, "model.rope_scaling") == asdict(RopeScaling(kind="yarn", factor=4.0, original_length=16))
+    groups = {name: value for name, value in asdict(RunConfig().model).items() if isinstance(value, dict)}
+    assert {name: _before({}, f"model.{name}") for name in groups} == groups
     assert _before(saved, "model.variant") == asdict(Variant()) and _before(saved, "model.layers") is None

@@ -99,6 +99,14 @@ def test_a_blend_of_files_and_tokens(root):
     assert open_corpus(asked).train.tokens == 11 * (2 * 20 + 20)
 
 
+def test_every_source_of_a_blend_is_looked_at_before_ranks_start(root):
+    lines = ["- {source: jsonl, path: texts.jsonl, epochs: 1}\n", "- {source: jsonl, path: talks.jsonl, epochs: 1}\n"]
+    for order in (lines, lines[::-1]):
+        (root / "blend.yaml").write_text("".join(order))
+        with pytest.raises(DataError, match=r'talks\.jsonl, line 1: this JSON object has no "text"'):
+            tokens.find_tokens(config(root, "blend", "blend.yaml"))
+
+
 def test_ids_of_another_tokenizer_are_warned_of_by_rank_0(root, caplog, monkeypatch):
     open_corpus(config(root))
     ours = tokens.caches(config(root))[0].find()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from distca.errors import ConfigError
+from distca.train.config.schema import LogConfig
 from distca.train.run import loop
 
 CONFIG = SimpleNamespace(train=SimpleNamespace(validate_batches=2, evaluate=True))
@@ -36,3 +37,14 @@ def test_an_evaluation_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     folder: Any = None
     with pytest.raises(ConfigError, match="no token whose loss counts"):
         loop.evaluate(trainer, corpus, folder, None)
+
+
+def test_a_window_of_steps_that_a_run_does_not_do_is_said() -> None:
+    does = "and this run does steps 11 to 20."
+
+    def said(**windows: Any) -> list[str]:
+        return loop._not_recorded(LogConfig(**windows), 11, 20)
+
+    assert said() == said(timeline_steps=(1, 11), profile_steps=(20, 30)) == []
+    assert said(profile_steps=(21, 22)) == [f"No profile: log.profile_steps is [21, 22], {does}"]
+    assert said(timeline_steps=(9, 10)) == [f"No timeline: log.timeline_steps is [9, 10], {does}"]
