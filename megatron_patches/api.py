@@ -399,7 +399,7 @@ class CAD:
             self._remote.change(self._terms_of_change)
         if step.generation == self._remote.generation:
             return step
-        again = self._make_step(0, step.documents, dealt=True)
+        again = on_all_ranks(partial(self._make_step, 0, step.documents, dealt=True))
         return replace(again, waited_ms=step.waited_ms, queued=step.queued)
 
     def _run(self, step: Step, counted: ForwardStep, model: DistributedDataParallel, forward_only: bool) -> list[Any]:

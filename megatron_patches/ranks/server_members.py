@@ -60,6 +60,9 @@ from megatron_patches.support.servers import check_gpus
 
 logger = logging.getLogger(__name__)
 
+_COMING = TIMEOUT - timedelta(seconds=30)
+"""The time in which all first servers have to come. Other homes wait for rank 0 for ``TIMEOUT``. Rank 0 must give up
+earlier, so that it can tell them why."""
 _HERE = timedelta(seconds=15)
 """The time that homes wait for a server's answer once the pool has formed. After it the run goes on without the server.
 On types of devices that ``MAY_GO`` does not name, ``TIMEOUT`` holds instead."""
@@ -92,7 +95,7 @@ class ServerMembers:
     Raises:
         SupportError: the number of servers or the transport cannot be, or a server has another kind of device or a
             taken GPU.
-        LaunchError: a server did not come in time.
+        LaunchError: a server did not come in time. All homes raise it.
     """
 
     def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
@@ -109,13 +112,7 @@ class ServerMembers:
         self._tp, self._device, self._may_change = tp, device, device.type in MAY_GO
         self._leads = dist.get_rank() == 0
         self._store = PoolStore(c10d._get_default_store(), next(_pools))
-        found: list[Any] = [None]
-        if self._leads:
-            found = [
-                [self._store.take(f"server/{each}", why=_MISSING.format(each, servers)) for each in range(servers)]
-            ]
-        dist.broadcast_object_list(found)
-        self._servers: list[Comer] = found[0]
+        self._servers: list[Comer] = of_first_rank(lambda: self._first(servers))
         for each in self._servers:
             check_device(device.type, each.device, each.number)
         self._gpus = of_ranks(gpu_id(device))
@@ -133,6 +130,14 @@ class ServerMembers:
         if self._leads:
             # Servers are told to end when this object is collected, or when this process ends.
             weakref.finalize(self, self._store.tell, "end")
+
+    def _first(self, servers: int) -> list[Comer]:
+        """Waits for the servers with which the run begins, and returns them by number."""
+        until, found = time.monotonic() + _COMING.total_seconds(), list[Comer]()
+        for number in range(servers):
+            rest = timedelta(seconds=max(0.0, until - time.monotonic()))
+            found.append(self._store.take(f"server/{number}", rest, _MISSING.format(number, servers)))
+        return found
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -376,6 +376,23 @@ def test_homes_do_not_wait_for_a_server_that_ended_before_the_pool_was_formed() 
     assert chosen.startswith("Server 0 of the pool ended before the pool was formed: look at the server's output")
 
 
+def _too_few() -> tuple[str, bool]:
+    """What homes say if server 0 comes late and server 1 does not come, and whether they waited for both together."""
+    store, began = PoolStore(c10d._get_default_store()), time.monotonic()
+    with patch.object(server_members, "_COMING", timedelta(seconds=2)), ThreadPoolExecutor(1) as thread:
+        comer = Comer(0, "", "cpu", "", Process.here())
+        thread.submit(lambda: (time.sleep(1), store.put("server/0", comer)))
+        with pytest.raises(LaunchError) as refused:
+            RemoteServers(2, 1, "auto", CPU)
+    return str(refused.value), 1.9 < time.monotonic() - began < 2.9
+
+
+def test_a_server_that_does_not_come_is_named_on_all_homes() -> None:
+    said = "Server 1 of the 2 that `servers` asks for has not come: start it with distca.serve()"
+    for words, together in run_ranks(2, _too_few):
+        assert words.startswith(said) and together
+
+
 def _failed_choice() -> list[Any]:
     """What homes say of a server whose choice of a kernel fails for no reason that is known, and whether they saw signs
     of life of it before it chose."""

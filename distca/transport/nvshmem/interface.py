@@ -60,6 +60,10 @@ class Fabric(Protocol):
     ranks: int
     receive_buffer: torch.Tensor
 
+    def why_not_row(self, row_bytes: int) -> str | None:
+        """Returns why :meth:`put` cannot write rows of ``row_bytes`` bytes, the same on all ranks; None if it can."""
+        ...
+
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Any:
         """Queues a hop's writes and then signals "arrived", after the current stream's earlier work.
 

@@ -43,12 +43,31 @@ were chosen, not measured."""
 _PACK_BLOCKS = 32
 """The most thread blocks of the packing kernel. More blocks would take multiprocessors from compute. The number was
 chosen, not measured."""
+_MIB, _GIB = 1 << 20, 1 << 30
 _NO_SIGNALS = np.empty(0, np.uint64)
 
 
 def staging_bytes(capacity: int) -> int:
     """Returns the size of the staging memory in bytes, a multiple of 512; ``capacity`` is the receive buffer's size."""
     return min(_MOST_STAGING, max(_LEAST_STAGING, capacity // 4)) // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
+
+
+def why_not_row(row_bytes: int, capacity: int) -> str | None:
+    """Returns why a row of ``row_bytes`` bytes cannot be packed in the staging memory; None if it can.
+
+    ``capacity`` is the receive buffer's size in bytes."""
+    limit = staging_bytes(capacity) // 2
+    if row_bytes <= limit:
+        return None
+    larger = ""
+    if 2 * row_bytes <= _MOST_STAGING:
+        needed = 8 * (row_bytes + _ALIGNMENT)  # a quarter of it is staging memory, of which a half holds the row
+        larger = f"`nvshmem_buffer_gb` to {needed / _GIB + 0.005:.2f} or more, or "
+    return (
+        f"`nvshmem_buffer_gb` gives {capacity / _GIB:.3g} GiB of symmetric memory per rank. Rows for other nodes then "
+        f"have at most {limit / _MIB:.4g} MiB, but a row has {row_bytes / _MIB:.4g} MiB; set {larger}`transport` to "
+        "nccl."
+    )
 
 
 class InternodeQueue(Streams, Protocol):
@@ -118,14 +137,14 @@ class Slice:
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
     """Cuts each peer's ``puts`` into loads, and yields the slices of each load.
 
-    A load has at most ``capacity`` bytes, a multiple of 256. Example: a load has room for 4 rows, and ``puts`` has 3
-    rows for rank 1 and 2 rows for rank 2. The first load has 3 rows for rank 1 and 1 row for rank 2. The second load
-    has 1 row for rank 2."""
+    A load has at most ``capacity`` bytes, a multiple of 256. No row may be larger. Example: a load has room for 4 rows,
+    and ``puts`` has 3 rows for rank 1 and 2 rows for rank 2. The first load has 3 rows for rank 1 and 1 row for rank 2.
+    The second load has 1 row for rank 2."""
     load: list[Slice] = []
     used = 0
     for peer, pieces in puts.items():
         for put in pieces:
-            assert put.row_bytes <= capacity, "the staging memory holds any row"
+            assert put.row_bytes <= capacity, "OneSidedTransport refuses longer rows"
             # ranges[0, 1] is the number of rows that the peer gets from lower ranks; they lie before this rank's rows.
             lands = put.begin + int(put.ranges[0, 1]) * put.row_bytes if put.bytes else 0
             first = 0

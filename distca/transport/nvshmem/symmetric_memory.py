@@ -34,7 +34,14 @@ from distca.errors import TransportError
 from distca.transport import cuda_ops
 from distca.transport.interface import Part
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers, NvshmemQueue, Peers, staging_bytes
+from distca.transport.nvshmem.internode import (
+    InternodeAddresses,
+    InternodePeers,
+    NvshmemQueue,
+    Peers,
+    staging_bytes,
+    why_not_row,
+)
 from distca.transport.nvshmem.intranode import Addresses, IntranodePeers, Sent
 
 _PAGE = 4096
@@ -86,6 +93,9 @@ class NvshmemFabric:
             self._internode_peers = InternodePeers(own, self.receive_buffer.device, NvshmemQueue())
             atexit.register(self._internode_peers.finish)
         self._peers = Peers(self.intranode, self._internode_peers, self._internode)
+
+    def why_not_row(self, row_bytes: int) -> str | None:
+        return why_not_row(row_bytes, len(self.receive_buffer)) if self._layout.staging_bytes else None
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
         return self._peers.put(number, reuses, puts)

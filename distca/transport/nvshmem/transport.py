@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from distca.errors import TransportError
 from distca.transport.cuda_ops import row_bytes
 from distca.transport.interface import Handle, Hops, Part, Transport, check_ranks
 from distca.transport.nvshmem.interface import Fabric, Put
@@ -56,8 +57,8 @@ class OneSidedTransport:
 
     Args:
         fabric: the receive buffers of all ranks, and the signals by which ranks wait for each other.
-        fallback: transport for exchanges that get no place in the receive buffer (``receive_ring.py``). With None, they
-            raise TransportError.
+        fallback: transport for exchanges that get no place in the receive buffer (``receive_ring.py``), or whose rows
+            the fabric cannot write. With None, they raise TransportError.
 
     Attributes:
         waits_at_once: whether callers wait for an exchange right after its launch. Then a kernel copies the rows that
@@ -77,16 +78,21 @@ class OneSidedTransport:
         """Starts to write rows to their receivers, and to copy the rows that stay on this rank.
 
         Raises:
-            TransportError: ``parts`` were planned for another number of ranks, or get no place in the receive buffer
-                and there is no fallback transport. In both cases nothing was sent.
+            TransportError: ``parts`` were planned for another number of ranks; or they get no place in the receive
+                buffer or have too long rows, and there is no fallback transport. In all cases nothing was sent.
         """
         check_ranks(parts, self.ranks)
         hops = Hops.of(parts)
         if not hops.first:
             return OneSidedHandle(self, (), [], None, self._keep(parts, None))
-        sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
-        # ``sizes`` and the ring's bytes in use are equal on all ranks, so all ranks use the fallback or none does.
-        if self._fallback is not None and (reason := self._ring.why_not(sizes)):
+        travelling = hops.first + hops.second
+        sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in travelling)
+        longest = max(row_bytes(part.source) for part in travelling)
+        # ``sizes``, ``longest`` and the ring's bytes in use are equal on all ranks. So all ranks use the fallback, or
+        # none does.
+        if reason := self._fabric.why_not_row(longest) or self._ring.why_not(sizes):
+            if self._fallback is None:
+                raise TransportError(reason)
             self._note_fallback(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
         two, last = bool(hops.second), len(hops.first)

@@ -28,9 +28,11 @@ class HostFabric:
     Args:
         capacity: bytes of receive buffer per rank.
         slow_rank: a rank that takes its time before it reads what arrived.
+        longest: the most bytes of a row; None for any.
     """
 
-    def __init__(self, capacity: int, slow_rank: int | None = None) -> None:
+    def __init__(self, capacity: int, slow_rank: int | None = None, longest: int | None = None) -> None:
+        self._longest = longest
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         path = [tempfile.mktemp(prefix="distca-fabric-") if self.rank == 0 else ""]
         dist.broadcast_object_list(path)
@@ -51,6 +53,9 @@ class HostFabric:
         self._slow = self.rank == slow_rank
         self.receive_buffer = torch.from_numpy(self._receive_buffers[self.rank])
         self.waits_for_room = 0
+
+    def why_not_row(self, row_bytes: int) -> str | None:
+        return None if self._longest is None or row_bytes <= self._longest else f"a row has {row_bytes} bytes"
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> None:
         for peer, pieces in puts.items():

@@ -257,6 +257,9 @@ class Fabric:
         """Make a Stream the rank's current one."""
         self.near_queue.here = self.far_queue.here = stream
 
+    def why_not_row(self, row_bytes):
+        return None
+
     def put(self, number, reuses, puts):
         return self._peers.put(number, reuses, puts)
 

@@ -1,6 +1,7 @@
 """Rows and signals for inter-node peers: right however late and in whatever order a network delivers them."""
 
 import ctypes
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -12,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers, cut_into_loads, staging_bytes
+from distca.transport.nvshmem.internode import (
+    InternodeAddresses,
+    InternodePeers,
+    cut_into_loads,
+    staging_bytes,
+    why_not_row,
+)
 from tests.transport.exchanges import (
     RANKS,
     check_rows_are_made_first,
@@ -202,6 +209,23 @@ def test_staging_memory_is_two_aligned_halves(capacity):
     size = staging_bytes(capacity)
     assert size % 512 == 0 and 2 << 20 <= size <= 64 << 20
     assert size == 2 << 20 or size <= capacity / 4
+
+
+@given(st.integers(1, 32 << 20), st.integers(1, 1 << 30))
+def test_a_row_that_a_load_cannot_hold_is_a_sentence_with_a_size_that_can(row, capacity):
+    said = why_not_row(row, capacity)
+    assert (said is None) == (row <= staging_bytes(capacity) // 2)
+    if said is not None:
+        size = re.search(r"set `nvshmem_buffer_gb` to ([\d.]+) or more, or `transport` to nccl", said)[1]
+        assert why_not_row(row, int(float(size) * 2**30)) is None
+
+
+def test_the_sentence_on_a_long_row_has_its_size_and_the_limit():
+    assert why_not_row(2 << 20, 8 << 20) == (
+        "`nvshmem_buffer_gb` gives 0.00781 GiB of symmetric memory per rank. Rows for other nodes then have at most 1 "
+        "MiB, but a row has 2 MiB; set `nvshmem_buffer_gb` to 0.02 or more, or `transport` to nccl."
+    )
+    assert why_not_row(33 << 20, 8 << 30).endswith("but a row has 33 MiB; set `transport` to nccl.")
 
 
 def test_a_peer_without_room_is_not_written_to():

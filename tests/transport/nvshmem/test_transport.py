@@ -41,9 +41,9 @@ def _parts(moves, seed, rank):
     return tuple(parts)
 
 
-def _compare(capacity, seeds, fallback=None, at_once=False, shared=False):
+def _compare(capacity, seeds, fallback=None, at_once=False, shared=False, longest=None):
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    fabric = HostFabric(capacity)
+    fabric = HostFabric(capacity, longest=longest)
     collective = CollectiveTransport(dist.group.WORLD)
     one_sided = OneSidedTransport(fabric, "host", None if fallback is None else _Counted(collective, fallback))
     other = one_sided.for_another(collective, True) if shared else one_sided
@@ -93,9 +93,9 @@ class _Counted:
         return self._transport.launch(parts)
 
 
-def _compare_with_fallback(capacity, seeds):
+def _compare_with_fallback(capacity, seeds, longest=None):
     fallback_exchanges = []
-    return _compare(capacity, seeds, fallback_exchanges), fallback_exchanges
+    return _compare(capacity, seeds, fallback_exchanges, longest=longest), fallback_exchanges
 
 
 def test_what_the_memory_cannot_hold_goes_by_the_fallback_transport_on_all_ranks_alike():
@@ -134,8 +134,8 @@ def test_a_sender_that_gets_nothing_back_does_not_overwrite_what_a_slow_rank_has
     assert waits > 0, "the sender never waited for room, so nothing was tested"
 
 
-def _too_little_memory():
-    transport = OneSidedTransport(HostFabric(1024), "host")
+def _too_little_memory(capacity=1024, longest=None):
+    transport = OneSidedTransport(HostFabric(capacity, longest=longest), "host")
     moves = next(_exchanges(dist.get_rank(), dist.get_world_size(), 1))
     try:
         transport.launch(_parts(moves, 0, dist.get_rank()))
@@ -148,3 +148,11 @@ def test_too_little_memory_is_refused_on_all_ranks_alike_before_anything_is_sent
     one, two = run_ranks(2, _too_little_memory)
     assert one == two
     assert one.startswith("`nvshmem_buffer_gb` gives")
+
+
+def test_rows_that_the_fabric_cannot_write_are_refused_or_go_by_the_fallback_transport():
+    row = HEADS * 5 * DTYPE.itemsize
+    assert run_ranks(2, _too_little_memory, 1 << 20, row - 1) == [f"a row has {row} bytes"] * 2
+    assert run_ranks(2, _too_little_memory, 1 << 20, row) == [""] * 2
+    for wrong, sizes in run_ranks(2, _compare_with_fallback, 1 << 20, 10, row - 1):
+        assert wrong == 0 and len(sizes) > 0
