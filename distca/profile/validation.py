@@ -43,7 +43,8 @@ def random_batch(grid: Grid, cost: CostModel, seconds: float, seed: int) -> Task
     """
     generator = np.random.default_rng(seed)
     smallest = grid.kv_rows[0]
-    longest = 2 ** generator.uniform(np.log2(min(64 * smallest, grid.q_rows[-1])), np.log2(grid.kv_rows[-1]))
+    most = min(grid.kv_rows[-1], grid.most_kv_rows)
+    longest = 2 ** generator.uniform(np.log2(min(64 * smallest, grid.q_rows[-1], most)), np.log2(most))
     tasks = [_long_task(grid, cost, int(longest), seconds * generator.uniform(0.1, 0.75))]
     q_left, kv_left = grid.most_q_rows - tasks[0][0] - grid.tile, grid.most_kv_rows - tasks[0][1]
     left = seconds - _forward(cost, *tasks[0])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,12 @@ def test_random_batches_are_as_varied_as_servers_are():
         short += kv.max() <= 8192
         dominated += seconds.max() > 0.5 * seconds.sum()
     assert short >= 4 and dominated >= 4, (short, dominated)
+
+
+def test_random_batches_are_no_larger_than_memory():
+    small = replace(GRID, most_kv_rows=65_536)
+    for seed in range(40):
+        assert random_batch(small, BASE, 25e-3, seed)[1].sum() <= small.most_kv_rows
 
 
 def test_smoothing_halves_noise_and_keeps_what_is_smooth():
