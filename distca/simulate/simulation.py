@@ -106,7 +106,7 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
                 kv = np.maximum(kept, copied)
                 # A server in backward holds dO, gradients of its rows in float32 and rounded, and copies of shared
                 # keys and values. With resend it holds the rows too, as it kept none.
-                sent = q * (shape.q_bytes + shape.o_bytes + shape.kv_bytes) if resend else 0
+                sent = q * (shape.q_bytes + shape.o_bytes + job.lse_bytes) + kept * shape.kv_bytes if resend else 0
                 wide = 3 * shape.q_bytes + shape.o_bytes
                 received = np.maximum(received, q * wide + (kv * 3 + copied) * shape.kv_bytes + sent)
         if resend:
@@ -160,9 +160,10 @@ def _with_stages(
 
     A rank's micro-batches are all padded to the rows of its largest one, as in training."""
     rows = np.max([each[0].rows for each in dealt], axis=0)
-    of_kinds = {kinds: number for number, kinds in enumerate(job.layer_kinds)}
-    run = {kinds: _Stage.of(job, mode, dealt, rows, hidden, number) for kinds, number in of_kinds.items()}
-    stages = [run[kinds] for kinds in job.layer_kinds]
+    layers = [job.model.layer_kinds[stage * job.layers : (stage + 1) * job.layers] for stage in range(job.pp)]
+    numbers = {kinds: number for number, kinds in enumerate(layers)}  # stages with the same layers take as long
+    run = {kinds: _Stage.of(job, mode, dealt, rows, hidden, number) for kinds, number in numbers.items()}
+    stages = [run[kinds] for kinds in layers]
     head = rows * job.head
     forward, backward = (np.stack([getattr(each, way) for each in stages], axis=1) for way in ("forward", "backward"))
     forward[:, -1] += head
@@ -224,10 +225,12 @@ class _Stage:
 def _hop(job: Job, rows: np.ndarray) -> np.ndarray:
     """Returns [L] seconds in which activations or gradients of ``rows`` [L] travel to the next stage.
 
-    Rank r of a stage sends to rank r of the next one, which is on another node if there are several."""
-    size = rows * job.model.hidden * VALUE / job.tp
-    rate = job.fabric.nvlink if job.fabric.one_node else job.fabric.network
-    return np.asarray(size / rate + job.fabric.network_latency)
+    Rank r of a stage sends to rank r of the next one. If there are several nodes, all of these count as sent to another
+    node."""
+    size, fabric = rows * job.model.hidden * VALUE / job.tp, job.fabric
+    near, far = (fabric.nvlink, fabric.nvlink_latency), (fabric.network, fabric.network_latency)
+    rate, latency = near if fabric.one_node else far
+    return np.asarray(size / rate + latency)
 
 
 def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int) -> list[Span]:

@@ -68,6 +68,13 @@ def test_experts_are_computed_once_and_shared_evenly(mode: str) -> None:
     assert shared.exposed_s.sum() > alone.exposed_s.sum()
 
 
+def test_a_stage_without_experts_computes_none_in_1f1b() -> None:
+    model = replace(MODEL, experts=replace(EXPERTS, dense_layers=1))
+    job = Job(model, Cluster(2), pair_cost(), pp=2, tokens_per_rank=1000, rates=NOTHING_ELSE)
+    first, second = simulate(job, parse_mode("packed"), documents([(400, 0)], bins=1)).busy_s
+    assert second - first == pytest.approx(400 * model.routed_weights * model.units * 3e-9)
+
+
 def test_blocking_exchanges_are_waited_for_in_every_layer_both_ways() -> None:
     job = job_of(ep=4)
     once, again = (simulate(replace(job, recompute=how), parse_mode("packed"), BATCH) for how in ("none", "mlp"))

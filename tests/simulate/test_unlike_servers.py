@@ -48,7 +48,7 @@ def test_servers_without_a_model_serve_and_do_nothing_else(stages: int, slow: fl
     assert held[homes:].max() < held[:homes].min()
 
 
-@pytest.mark.parametrize(("backward", "apart"), [("keep", 0.02), ("resend", 0.3)])
+@pytest.mark.parametrize(("backward", "apart"), [("keep", 0.02), ("resend", 0.02)])
 def test_distca_plan_predicts_the_memory_of_servers_that_the_simulator_does(backward: Backward, apart: float) -> None:
     job = small_job(cluster=Cluster(6), tokens_per_rank=2000, extra_servers=2, recompute="none", backward=backward)
     workload = random_workload()
