@@ -127,6 +127,10 @@ def simulate(
     for option, given, takes in owned:
         if given and not takes:
             raise OptionError(f"--{option} is DistCA's, but --modes is {modes}; add distca there, or leave it out.")
+    if hide_experts and ep == 1:
+        raise OptionError(
+            "--hide_experts is about rows that travel to experts, but --ep is 1; raise --ep or leave it out."
+        )
     shape = read_model(model)
     clusters = [
         Cluster(count, gpus_per_node, nvlink_gb_s, network_gb_s, nvlink_latency_us, network_latency_us, memory_gib)

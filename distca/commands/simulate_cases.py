@@ -7,8 +7,8 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from distca.baselines import BaselineError
 from distca.commands.simulate_results import Timeline
+from distca.errors import BaselineError, SimulationError
 from distca.simulate import Job, Workload
 from distca.simulate.sweep import run_mode
 from distca.words import rename_parameters
@@ -31,30 +31,40 @@ def run_cases(
         timeline: written of the first case that can run.
 
     Returns:
-        The figures of every case, or ``refused``, a sentence, where its mode does not fit.
+        The figures of every case, or ``refused``, a sentence, where its documents or its mode do not fit.
 
     Raises:
-        BaselineError: none does.
+        BaselineError, SimulationError: no case fits; what refused the first one.
     """
     from rich.console import Console
     from rich.progress import track
 
-    drawn = cache(lambda number, context: draw(jobs[number], context))
+    @cache
+    def drawn(number: int, context: int) -> list[Workload] | SimulationError:
+        try:
+            return draw(jobs[number], context)
+        except SimulationError as error:
+            return error
+
     found: list[dict[str, Any]] = []
+    refusals: list[BaselineError | SimulationError] = []
     cases = list(product(range(len(jobs)), contexts, modes))
     for number, context, mode in track(cases, description="Simulating", console=Console(stderr=True), transient=True):
         job, workloads = jobs[number], drawn(number, context)
         case = {"gpus": job.cluster.gpus, "context": context}
         try:
+            if isinstance(workloads, SimulationError):
+                raise workloads
             outcome = run_mode(job, mode, workloads, (timeline.rank,) if timeline else ())
-        except BaselineError as error:
+        except (BaselineError, SimulationError) as error:
             said = rename_parameters(str(error), "--{}".format)
             found.append({**case, "mode": mode, "refused": said})
+            refusals.append(error)
             continue
         if timeline:
             timeline.write(outcome.spans)
             timeline = None
         found.append({**case, **outcome.figures()})
-    if all("refused" in row for row in found):
-        raise BaselineError(found[0]["refused"])
+    if len(refusals) == len(found):
+        raise refusals[0]
     return found

@@ -113,7 +113,7 @@ class Job:
     move_summaries: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "tokens_per_rank", "micro_batches"):
+        for name in ("tp", "pp", "ep", "tokens_per_rank", "micro_batches"):
             if getattr(self, name) < 1:
                 raise SimulationError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
         kinds = {

@@ -109,13 +109,16 @@ def parse(name: str) -> tuple[Mode, bool, bool]:
     """Returns the mode of a name, and whether "-halo" and "-hidden" end it. For "best-cp" it is "packed".
 
     Raises:
-        BaselineError: there is no such mode.
+        BaselineError: there is no such mode, or "-hidden" is behind DistCA's.
     """
     hidden = name.endswith(HIDDEN)
     name = name.removesuffix(HIDDEN)
     if name in (BEST, BEST + HALO):
         return Mode("packed"), name != BEST, hidden
-    return parse_mode(name), False, hidden
+    mode = parse_mode(name)
+    if hidden and mode.disaggregated:
+        raise BaselineError(f"{name}{HIDDEN} is no mode: only baselines take {HIDDEN}; leave it out.")
+    return mode, False, hidden
 
 
 def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int, ...]) -> Outcome:

@@ -9,6 +9,7 @@ import numpy as np
 from distca.baselines.dealing import ranks_of_document
 from distca.data.sampler import MicroBatch, Sampler
 from distca.errors import SimulationError
+from distca.words import count
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Workload:
         wide = ranks_of_document(context, ranks, tokens_per_rank)
         if wide is None:
             raise SimulationError(
-                f"A document of {context:,} tokens does not fit into {ranks} data-parallel ranks of "
+                f"A document of {context:,} tokens does not fit into {count(ranks, 'data-parallel rank')} of "
                 f"{tokens_per_rank:,} tokens; lower `context` or raise `tokens_per_rank`."
             )
         sampler = Sampler(lengths, ranks // wide, wide * tokens_per_rank, micro_batches, seed, whole=True)

@@ -53,6 +53,18 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
     assert len(json.loads((tmp_path / "found.json").read_text())["cases"]) == 2
 
 
+def test_a_context_that_few_gpus_cannot_hold_leaves_out_its_own_cases_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--gpus", "[8,16]", "--context", "[131072,262144]", "--modes", "distca,packed")
+    code, out, said = run(capsys, "pretrain", *sizes, "--output", str(tmp_path / "found.json"))
+    assert code == 0, said
+    cases = json.loads((tmp_path / "found.json").read_text())["cases"]
+    refused = {(case["gpus"], case["context"], case["mode"]) for case in cases if "refused" in case}
+    assert refused == {(8, 262144, "distca"), (8, 262144, "packed"), (16, 262144, "packed")}
+    assert "does not fit into 1 data-parallel rank of 131,072 tokens; lower --context" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -63,6 +75,8 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--modes", "packed", "--tolerance", "0.1"), "--tolerance is DistCA's, but --modes is packed; add distca"),
         (("--modes", "cp8", "--backward", "resend"), "--backward is DistCA's, but --modes is cp8; add distca"),
         (("--modes", "distca-unsplit", "--hide_experts", "true"), "--hide_experts is DistCA's"),
+        (("--hide_experts", "true"), "--hide_experts is about rows that travel to experts, but --ep is 1; raise --ep"),
+        (("--modes", "distca-hidden"), "distca-hidden is no mode: only baselines take -hidden; leave it out."),
         (("--gpus", "0"), "--gpus is 0"),
         (("--gpus", "[]"), "--gpus is []; give one number"),
         (("--gpus", "2.5"), "--gpus must be a whole number or a list of whole numbers, not 2.5."),

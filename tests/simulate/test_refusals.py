@@ -39,6 +39,7 @@ def test_jobs():
         ({"pp": 3, "gpus": 4}, "does not divide the 4 GPUs"),
         ({"recompute": "some"}, "choose one of none, mlp, all"),
         ({"micro_batches": 0}, "`micro_batches` is 0"),
+        ({"ep": 0}, "`ep` is 0; it must be at least 1"),
         ({"cost": area_cost(2, 2, 8)}, "no linear layers"),
         ({"fp8": "e4m3"}, "choose one of none, current, delayed, blockwise"),
         ({"fp8": "current"}, "`fp8` is current, but the cost table does not say"),
