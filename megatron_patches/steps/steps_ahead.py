@@ -38,8 +38,8 @@ class AgreedSteps:
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError: a step could not be made on another rank; ranks have different plans or documents; or they are in
-                different loops.
+            PlanError: a step could not be made on another rank; ranks have different plans or documents; a rank has
+                fewer steps; ranks are in different loops; or ``steps`` itself asks for a step of another loop.
         """
         return iter(StepsAhead(self._agreement.on(steps, _fingerprint, first), self._thread))
 

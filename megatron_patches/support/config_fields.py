@@ -284,8 +284,8 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
         recompute_segments: whether backward recomputes everything but core attention, as ``CAD(recompute="all")`` does.
 
     Raises:
-        SupportError: the configuration names modules other than MLPs (dense or with experts), or names MLPs and
-            ``recompute_segments`` is True.
+        SupportError: the configuration asks for full recomputation; it names no module, or another than MLPs (dense or
+            with experts); or it names MLPs and ``recompute_segments`` is True.
     """
     if config.recompute_granularity is None:
         return

@@ -1,8 +1,9 @@
-"""Refuses settings that are not supported with recurrent layers or with Megatron's ``attention_output_gate``.
+"""Refuses settings that HybridModels, models with recurrent layers, or those with output gates do not support.
 
 *Recurrent layers* are gated delta nets and Mamba-2. A GPTModel has gated delta nets if its
 ``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a *pattern* with one letter for each layer,
 such as "G-*-": "G" is a gated delta net, "M" Mamba-2, "*" attention, "-" an MLP.
+*Output gates* are Megatron's ``attention_output_gate``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
     unproved = bool(pattern) or has_recurrent_layers(config) or has_output_gate(config)
     if unproved and device.type == "cuda" and dist.get_rank() == 0:
         logger.warning(
-            "Hybrid models, and models with attention_output_gate, were compared with Megatron-Core on CPU ranks "
+            "Whole hybrid models, and models with attention_output_gate, were compared with Megatron-Core on CPU ranks "
             "only; compare the first losses with Megatron-Core's losses."
         )
 

@@ -1,12 +1,13 @@
 """Swaps whole documents between ranks, until ranks have about equal tokens and about equal attention work.
 
-``whole.py`` gives ranks exactly equal tokens, so it cuts a few documents where a rank is full. Swaps need no cut: ranks
-may have slightly unlike numbers of tokens. If attention is level too, no row has to travel to another rank. A rank's
-documents are given to the nano-batches *ping* and *pong* in the same way; below, *bins* are ranks or nano-batches.
+``whole.py`` gives ranks fixed numbers of tokens, so it cuts a few documents where a rank is full. Swaps need no cut:
+ranks may have slightly unlike numbers of tokens. If attention is level too, no row has to travel to another rank. A
+rank's documents are given to the nano-batches *ping* and *pong* in the same way; below, *bins* are ranks or
+nano-batches.
 
 A *swap* takes up to two documents from each of two bins, and gives them to the other bin. One bin is the one that fits
-worst, and the other fits badly in the opposite way. The best swap that is tried is made, until no bin fits badly or no
-swap helps.
+worst. A few others, which fit badly in the opposite way, are tried in turn, until a swap with one helps. Of the swaps
+with this one the best is made. Swaps end when no bin fits badly, no swap helps, or many pairs of bins were tried.
 
 Array legend: D documents, B bins, S sets of up to two documents. In [2, ...] arrays, tokens come first, then work; both
 are fractions of a bin's mean.

@@ -53,7 +53,8 @@ class ChainRoute:
         states: the transfer of own states, each as one row.
         transitions: the transfer of transitions, each as one row.
         chains: for each document of which this rank computes a state, the document's index, and links for the pieces
-            that this takes, in order.
+            that this takes, in order. In the nano-batch that is computed second, a chain goes on from the state behind
+            the same document's pieces in the one computed first.
     """
 
     sends_state: np.ndarray

@@ -7,8 +7,8 @@
 - A *sender* is a server above its limit that gives pieces away. *Receivers* are servers below their limits.
 - A *stuck* server is above its limit and can give nothing away. A server's *room* is its limit minus its load.
 
-Moves are tried in this order: several whole pieces; a part that is cut out of a piece; one whole piece; one piece in
-exchange for a smaller piece.
+Moves are tried in this order: several whole pieces; a part that is cut out of a piece; one whole piece; if servers are
+equally fast, one piece in exchange for a smaller piece.
 
 Array legend: K directions (one, or both of forward and backward), R ranks, P pieces of the sender, N chosen ranks.
 ``benchmarks/planner_constants.py`` compares the tuned constants with other values.
