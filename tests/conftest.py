@@ -4,6 +4,7 @@ No deadline per example: on a shared machine hypothesis would otherwise report i
 forked from a process that has imported Megatron-Core already, which takes longer than most of what they do.
 """
 
+import atexit
 import gc
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import settings
 from distca.testing.ranks import preload
 
 gc.disable()  # until all tests are imported, none of which is garbage
+
+atexit.register(gc.freeze)  # what is left need not be looked at when Python ends
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
@@ -24,6 +27,7 @@ if not torch.cuda.is_available():
         "hypothesis.strategies",
         "encodings.idna",  # names of hosts
         "torch.utils.serialization.config",
+        "megatron.core.models.mimo",  # the first optimizer imports it
         "torch._dynamo",  # the first optimizer and the first checkpoint of activations import it
         "torch.distributed.launcher.api",
         "matplotlib.backends.backend_agg",

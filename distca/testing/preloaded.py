@@ -20,6 +20,7 @@ def import_all(names: str) -> None:
     for name in names.split(","):
         with suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # no process that is forked, nor this one at its end, looks at what was imported
     gc.enable()
 
 
