@@ -35,7 +35,7 @@ from megatron_patches.training.training_step import (
     wrap_for_data_parallel,
 )
 
-_TOLERANCE = 0.1
+TOLERANCE = 0.1
 """How far servers may be above the mean, as a part of it. With so few tokens they can hardly be level, and planners
 that try take most of a case's time."""
 
@@ -118,6 +118,7 @@ def attached(
     reduced: bool = True,
     linears: Linears = "auto",
     deterministic: bool = False,
+    tolerance: float | None = None,
 ) -> tuple[CAD, GPTModel]:
     """The case's CAD and this rank's part of its model, with its shares of the weights; every rank calls it.
 
@@ -130,7 +131,10 @@ def attached(
         disaggregate: False leaves attention at home.
         reduced: whether the model will be wrapped in Megatron's DDP, which holds the gradients.
         linears, deterministic: see :class:`megatron_patches.api.CAD`.
+        tolerance: the planner's; None for :data:`TOLERANCE`, or for CAD's own where there are servers without a model.
     """
+    if tolerance is None and not case.servers:  # what goes to servers without a model is looked at
+        tolerance = TOLERANCE
     initialize_model_parallel(case.tp, case.pp, case.seed, case.ep)
     config = config_of(case, dtype)
     tokens = max(sum(lengths) for lengths in case.micro_batches)
@@ -151,9 +155,8 @@ def attached(
         speeds=case.speeds if disaggregate else (),
         model_options=case.options,
         hybrid_layer_pattern=case.pattern,
+        tolerance=tolerance,
     )
-    if not case.servers:  # what goes to servers without a model is looked at
-        cad.options = replace(cad.options, tolerance=_TOLERANCE)
     if case.scheduler == "random":
         cad.options = replace(cad.options, scheduler=partial(_random_plan, case))
     config.gradient_accumulation_fusion = reduced
