@@ -125,8 +125,6 @@ class CAD:
         )
         warn_of_recurrent_layers(config, given.hybrid_layer_pattern, self.device)
         how = given.how(self._stages)
-        if given.keep_outputs:
-            check_keep_outputs(given.recompute, config)
         self._te = use_te(given.linears, config, self.device)
         self._kinds = LayerKinds.of(config, given.model_options.score_softcap, given.hybrid_layer_pattern)
         check_layers(config, self.device, self._te)
@@ -494,6 +492,8 @@ def _check(config: TransformerConfig, given: CadArguments) -> None:
     check_groups(config)
     check_config(config)
     check_types(config)
+    if given.keep_outputs:
+        check_keep_outputs(given.recompute, config)
     check_hybrid(config, given.hybrid_layer_pattern, given.model_options, given.disaggregate, given.offload)
     check_model_options(given.model_options, config)
     check_latent(config, given)

@@ -74,8 +74,8 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     Raises:
         VersionError: the checkpoint needs a newer Megatron-Core.
         UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
-        ConfigError: a tensor of the model has another shape in the checkpoint, or is not there. Ranks whose own tensors
-            fit raise SupportError.
+        ConfigError: a tensor of the model has another shape in the checkpoint, or is not there.
+        SupportError: this rank found nothing wrong before loading, but another rank did.
     """
     _check_readable(path)
     _allocate_state(optimizer.optimizer)
@@ -97,10 +97,14 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
 
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     with readable():
-        metadata = check_small_files(path)  # torch would log long traces for a damaged file
-        on_all_ranks(partial(_check_shapes, sharded["model"], metadata, path))
+        on_all_ranks(partial(_check_files, sharded["model"], path))
         state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
         return state
+
+
+def _check_files(model: dict[str, Any], path: Path) -> None:
+    metadata = check_small_files(path)  # torch would log long traces for a damaged file
+    _check_shapes(model, metadata, path)
 
 
 def _check_shapes(model: dict[str, Any], metadata: Metadata, path: Path) -> None:

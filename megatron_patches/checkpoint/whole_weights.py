@@ -6,6 +6,7 @@ No model is built for reading. The names of parameters come from tables here and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,21 @@ class SavedWeights:
             ModelError: the checkpoint lacks a parameter of the model, or has another number of layers or experts.
             UnreadableError: a parameter cannot be read.
         """
+        self._check_layers()
         for keys, member, slot in self._parts():
             parts = [self._read(key, member) for key in keys]
             parameter = parts[0] if len(parts) == 1 else torch.cat(parts)
             yield from zip(slot.names, slot.tensors([parameter]), strict=True)
+
+    def _check_layers(self) -> None:
+        """Refuses layers that the model does not have. :meth:`_read` refuses a checkpoint that has too few."""
+        found = (re.match(r"decoder\.layers\.(\d+)\.", key) for key in self._metadata.state_dict_metadata)
+        layers = 1 + max((int(each[1]) for each in found if each), default=-1)
+        if layers > self._model.layers:
+            raise ModelError(
+                f"{self._path} has {layers} layers, but the model that its configuration describes has "
+                f"{self._model.layers}."
+            )
 
     def _parts(self) -> Iterator[_Parameter]:
         model, name = self._model, "embedding.word_embeddings.weight"

@@ -96,12 +96,11 @@ def _write_stage(
     writer = ShardWriter(folder, first_file, files, exported.stored, exported.model.experts.count)
     writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
     problem: str | None = None
-    whole = chain(_whole_tensors(own, values, exported, writes), _whole_tensors(biases, _as_is, exported, writes))
-    for slot, tensors in whole:
+    for slot, shares in chain(_gathered(own, values), _gathered(biases, _as_is)):
         if writes and problem is None:
             try:
-                for name, tensor in zip(slot.names, tensors, strict=True):
-                    writer.add(name, tensor)
+                for name, tensor in zip(slot.names, slot.tensors(shares), strict=True):
+                    writer.add(name, tensor.to("cpu", getattr(torch, exported.dtype_of(name)), copy=True))
             except Exception as error:  # the loop goes on, because other ranks wait for this rank in collectives
                 problem = f"rank {dist.get_rank()}: {error}"
     if problem is None:
@@ -131,21 +130,15 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
     return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
 
 
-def _whole_tensors(
-    own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
-) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Yields each parameter's slot with its tensors in the folder, or with () if ``writes`` is False."""
+def _gathered(own: Sequence[tuple[torch.Tensor, Slot]], values: Values) -> Iterator[tuple[Slot, list[torch.Tensor]]]:
+    """Yields each parameter's slot with all ranks' shares, or with this rank's if the export does not take them."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]
         if group.size() > 1 and _has_shares(slot.by_expert):
             shares = [torch.empty_like(parameter) for _ in range(group.size())]
             dist.all_gather(shares, parameter.contiguous(), group=group)
-        whole = zip(slot.names, slot.tensors(shares), strict=True) if writes else ()
-        yield (
-            slot,
-            tuple(tensor.to("cpu", getattr(torch, exported.dtype_of(name)), copy=True) for name, tensor in whole),
-        )
+        yield slot, shares
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:

@@ -88,3 +88,14 @@ def test_a_checkpoint_with_another_number_of_layers_is_refused(
     save(tensors, storage_writer=FileSystemWriter(tmp_path / "other"), no_dist=True)
     with pytest.raises(ModelError, match=rf"shape \[{layers}, 32\] for {NORM}, but .* would be 2\."):
         list(SavedWeights(tmp_path / "other", model).tensors())
+
+
+def test_a_checkpoint_with_a_key_for_each_layer_and_more_layers_is_refused(tmp_path: Path) -> None:
+    """As checkpoints of models with experts have."""
+    family_models.write_folder("mixtral", tmp_path / "first")
+    model = describe_folder(tmp_path / "first")
+    tensors = {f"decoder.layers.{layer}.mlp.router.weight": torch.ones(2, 2) for layer in range(model.layers + 1)}
+    save(tensors, storage_writer=FileSystemWriter(tmp_path / "other"), no_dist=True)
+    said = f"has {model.layers + 1} layers, but the model .* has {model.layers}"
+    with pytest.raises(ModelError, match=said):
+        next(SavedWeights(tmp_path / "other", model).tensors())

@@ -345,16 +345,24 @@ def test_quantised_weights_are_trained_and_exported_as_bfloat16(name, tmp_path, 
         assert torch.equal(expected, got)
 
 
-def _unwritable(root, target):
-    """The sentence of a rank that cannot write; on all ranks."""
+def _unwritable(root, target, full):
+    """The sentence of a rank that cannot write, or with ``full`` has no memory to put shares together; on all ranks."""
     warnings.filterwarnings("ignore")
+    import torch.distributed as dist
+
     from distca.errors import CheckpointError
     from distca.models.folder import ExportedModel
     from megatron_patches.hugging_face.export import export_weights
+    from megatron_patches.hugging_face.slots import Columns
     from megatron_patches.patches.cpu import use_cpu
+
+    def without_memory(slot, shares):
+        raise RuntimeError("out of memory")
 
     use_cpu()
     described, _, ddp = _model(Path(root), 2, 1, True)
+    if full and dist.get_rank() == 0:
+        Columns.tensors = without_memory
     try:
         export_weights(ddp, ExportedModel(described, {}, "float32"), Path(target))
     except CheckpointError as error:
@@ -365,8 +373,14 @@ def _unwritable(root, target):
 def test_a_folder_that_cannot_be_written_is_a_sentence_on_every_rank(tmp_path):
     family_models.write_folder("llama", tmp_path / "from")
     (tmp_path / "file").write_text("")
-    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "file"))
+    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "file"), False)
     assert len(set(said)) == 1 and said[0].startswith(f"{tmp_path / 'file'} could not be written (rank 0: ")
+
+
+def test_a_rank_whose_memory_is_full_is_a_sentence_on_every_rank(tmp_path):
+    family_models.write_folder("llama", tmp_path / "from")
+    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "to"), True)
+    assert said == [f"{tmp_path / 'to'} could not be written (rank 0: out of memory)."] * 2
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral, fused", "gpt_oss, mxfp4"])

@@ -19,6 +19,7 @@ REFUSALS = {
     # The rank, which is a pipeline stage, and how its sentence begins.
     "the configuration": (1, "attention_dropout is 0.1"),
     "an argument": (0, "`tolerance` is -1.0"),
+    "an argument that may differ": (1, "keep_outputs is True, but recompute is 'all'"),
     "a module": (1, "decoder.layers.0.mlp is a torch.nn.modules.linear.Identity"),
     "the type of a weight": (0, "decoder.layers.0.mlp.linear_fc1.weight has type torch.float64"),
     "a trained bias": (1, "output_layer.bias is trained"),
@@ -58,6 +59,12 @@ def _refusals() -> dict[str, str | None]:
 
     said("the configuration", 0.0, 0.1, lambda rate: CAD(replace(config, attention_dropout=rate), tokens_per_rank=60))
     said("an argument", 0.1, -1.0, lambda tolerance: CAD(config, tokens_per_rank=60, tolerance=tolerance))
+    said(
+        "an argument that may differ",
+        False,
+        True,
+        lambda keep: CAD(config, tokens_per_rank=60, recompute="all", keep_outputs=keep),
+    )
     cad = CAD(config, tokens_per_rank=60)
     other = built()
     other.decoder.layers[0].mlp = torch.nn.Identity()
