@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -11,8 +13,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from distca.errors import ConfigError, VersionError
+from distca.errors import ConfigError, SupportError, VersionError
+from distca.testing.ranks import run_ranks
 from megatron_patches.checkpoint import save_load
+from megatron_patches.checkpoint.unpickling import UnreadableError
 
 
 @pytest.mark.parametrize("older", [True, False])
@@ -43,3 +47,17 @@ def test_a_weight_with_another_shape_is_refused(tmp_path: Path, gated: bool) -> 
     check(8, 4)
     with pytest.raises(ConfigError, match=r"has shape \[6, 4\] for fc1\.weight, and the model needs shape \[8, 4\]"):
         check(6, 4)
+
+
+def _refusal(folder: Path) -> str:
+    path = folder if dist.get_rank() == 0 else folder / "missing"
+    with pytest.raises((UnreadableError, SupportError)) as error:
+        save_load._read({"model": {}}, path)
+    return str(error.value)
+
+
+def test_files_that_one_rank_cannot_read_are_refused_by_all_ranks(tmp_path: Path) -> None:
+    save({"weight": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    others, own = run_ranks(2, _refusal, tmp_path)
+    assert own.startswith(".metadata cannot be read (")
+    assert others.startswith("Rank 1 refuses: ") and others.endswith(own)
