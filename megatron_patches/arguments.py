@@ -58,8 +58,8 @@ class CadArguments(CadOptions):
         level: what a plan makes about equal on all servers: the seconds of "attention", or the "time" of attention and
             linear layers together. "time" needs ``disaggregate``, ``ping_pong`` (a micro-batch runs as two parts), and
             pipeline stages, ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport
-            other than "nvshmem", if there are stages, ``servers``, ``speeds``, or GPUs or kernels with different cost
-            tables. In other runs, and without measured times of linear layers (``cost_table``), "auto" is "attention".
+            other than "nvshmem", if there are stages, ``servers``, ``speeds`` or different cost tables. In other runs,
+            and without measured times of linear layers (``cost_table``), "auto" is "attention".
         recompute: with "none" backward recomputes modules that Megatron's configuration names, and what
             ``keep_outputs`` would keep. With "all" it recomputes layers without core attention; without
             ``disaggregate``, whole layers.
