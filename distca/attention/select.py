@@ -34,7 +34,7 @@ NAMES: tuple[str, ...] = get_args(KernelName)
 BY_SPEED = ("flash4", "flash4+torch", "torch", "flash4+reference", "torch+reference", "reference")
 """All that "auto" may take, from the fastest to the slowest; pairs name the kernel of forward first."""
 _WRONG = "its self-check refuses it, as "
-"""The begin of the reason against a kernel that computes wrong results."""
+"""The begin of the reason against a kernel that fails, cannot be loaded or computes wrong results."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class AttentionSpec:
         causal: False if all query rows see all keys of their task.
         kinds: the kinds of the model's attention layers (window, scale, softcap), each of which is checked. Empty means
             one kind without a window, with a scale of 1/sqrt(head_dim).
-        deterministic: whether backward must give the same bits every time.
+        deterministic: whether it must give the same bits every time.
         value_dim: elements per head of values and outputs, if they are fewer; 0 for ``head_dim``.
     """
 
@@ -139,7 +139,7 @@ def check(kernel: Kernel, spec: AttentionSpec, seed: int = 0) -> Verdict:
                     return Verdict(f"{what} {found[-1]}", found[-1])
                 if spec.deterministic and not _repeats(kernel, spec, kind, seed):
                     return Verdict(
-                        f"{what} its backward gives other bits the second time, and it has to be deterministic",
+                        f"{what} it gives other bits the second time, and it has to be deterministic",
                         found[-1],
                     )
             return Verdict(None, max(found, key=lambda each: each.excess))

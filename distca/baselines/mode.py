@@ -97,8 +97,12 @@ class Mode:
     ) -> None:
         """Refuse a mode that the run's ranks, heads or kinds of layers rule out.
 
-        ``ranks`` data-parallel ranks have ``kv_heads`` key/value heads each. Recurrent layers have ``key_heads`` key
-        heads each, 0 where there are none.
+        Args:
+            ranks: data-parallel ranks.
+            kv_heads: key/value heads of each.
+            kinds: the kinds of the model's attention layers; empty checks none.
+            key_heads: key heads of recurrent layers on each rank; 0 for a model without such layers.
+            narrow_values: whether values are narrower than keys.
 
         Raises:
             BaselineError: the mode cannot run.

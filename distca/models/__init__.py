@@ -1,1 +1,1 @@
-"""Models as folders of Hugging Face: what config.json says, and the tensors of its safetensors files."""
+"""Models as data: their shape, the bytes that a rank holds of them, and the Hugging Face folders that have them."""

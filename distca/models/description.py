@@ -36,7 +36,7 @@ _OUTPUT = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription(ModelShape):
-    """The model of a folder: its shape, with the head's width and the vocabulary given, and what is beside it.
+    """The model of a folder: its shape, in which head_dim and vocabulary are never 0, and what only folders say.
 
     Attributes:
         family: its model_type, such as llama.

@@ -76,13 +76,15 @@ class ExpertBytes:
         return self.value * self.hidden // self.tp if self.experts.count else 0
 
     def at_work(self, ep: int, beside: bool, again: bool) -> int:
-        """Bytes in the experts' backward: gradients of their outputs or of their inputs, by pair and by row that
-        travels. Where experts are wide they are inside them, as all of a rank are computed together.
+        """Bytes in the experts' backward, at the larger of two moments.
+
+        One is an exchange: gradients of outputs or inputs are there by pair and by row that travels. The other is
+        inside the experts, whose gradients take more where they are wide: all of a rank are computed together.
 
         Args:
-            ep: expert-parallel ranks, without others of which nothing is exchanged.
-            beside: the other nano-batch's rows travel meanwhile.
-            again: rows travel once more, as experts are computed again.
+            ep: expert-parallel ranks; one exchanges nothing.
+            beside: whether the other nano-batch's rows travel meanwhile.
+            again: whether experts are computed again, so that rows travel once more.
         """
         hidden, ffn = self.hidden, self.experts.ffn
         arriving = ep * self.experts.copies_at_each(ep) / self.tp if self.experts.count else 0.0

@@ -175,8 +175,11 @@ class ShardWriter:
         self.file_of: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor, of the type in which it is written, or a piece of one, which is held until it has all;
-        OSError where that cannot be done."""
+        """Take one tensor, of the type in which it is written, or a piece of one, which is held until all are there.
+
+        Raises:
+            OSError, SafetensorError: a file that is full cannot be written.
+        """
         name, number = tensor_and_piece(name)
         if number is not None:
             whole, there = self._begun.setdefault(name, (tensor.new_empty(self._pieces, *tensor.shape), set()))
@@ -192,10 +195,11 @@ class ShardWriter:
         self._bytes += size
 
     def add_others(self, exported: ExportedModel) -> None:
-        """Take the tensors of other parts as they are in the first folder; OSError where that cannot be done.
+        """Take the tensors of other parts as they are in the first folder.
 
         Raises:
             ModelError: one cannot be read any more.
+            OSError, SafetensorError: as in :meth:`add`.
         """
         if exported.others and exported.source is not None:
             files = TensorFiles(exported.source)
@@ -203,7 +207,7 @@ class ShardWriter:
                 self.add(name, files.read(name))
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write what is held; errors are as in :meth:`add`."""
         if not self._held:
             return
         try:

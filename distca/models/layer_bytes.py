@@ -30,13 +30,13 @@ class LayerBytes:
         kind: the layer's kind.
         tp: tensor-parallel ranks.
         ep: expert-parallel ranks.
-        sequence_parallel: the residual stream is sharded over them.
+        sequence_parallel: the residual stream is sharded over the tensor-parallel ranks.
         value: bytes of a weight or activation.
         fp8: how linear layers scale tensors to FP8.
         fp8_weights: their weights are held as FP8 numbers alone.
         keep_outputs: outputs of SwiGLU and of the norms before matrix products are kept.
         recompute: what is computed again in backward.
-        disaggregated: core attention is; else it is at home, where all that is recomputed has it in it.
+        disaggregated: core attention is; else it is at home, and recomputing all computes it again too.
         keep: attention servers keep q, k, v and o for the backward; else home ranks send them again.
     """
 
@@ -57,7 +57,7 @@ class LayerBytes:
 
     @cached_property
     def hidden(self) -> int:
-        """Bytes of the residual stream, which is whole without sequence parallelism."""
+        """The residual stream, which is whole without sequence parallelism."""
         return self.shape.hidden // self.tp if self.sequence_parallel else self.shape.hidden
 
     @cached_property
@@ -165,7 +165,7 @@ class LayerBytes:
     # Bytes that are kept of one token until its backward.
 
     def kept_beside_attention(self) -> int:
-        """Beside q, k, v, o and log-sum-exp of the attention kernel; where servers keep these, with o at home."""
+        """All but q, k, v, o and log-sum-exp of the attention kernel; where servers keep these, o at home is in it."""
         if self.recomputed_whole:
             return self.value * self.hidden + self.kept_by_experts()
         o = self.o if self.disaggregated and self.keep and not self.kind.recurrent else 0
@@ -178,8 +178,8 @@ class LayerBytes:
         return kept + self.kept_by_core()
 
     def segment(self) -> int:
-        """Bytes that the rest of a layer keeps beside the attention kernel's tensors; where servers keep these, with o
-        at home.
+        """Bytes that the rest of a layer keeps beside the attention kernel's tensors; where servers keep these, o at
+        home is among them.
 
         Kept are the inputs of two norms, with the number that multiplied each row, and the inputs of SwiGLU. From these
         the inputs of matrix products are computed again. megatron's own layers, where attention is at home, keep the

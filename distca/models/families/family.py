@@ -23,7 +23,7 @@ class WindowRope:
 
     Attributes:
         default: the base, where nothing says one.
-        field: that says it in old files, where there is one.
+        field: the field that says it in old files; None where there is none.
     """
 
     default: float
@@ -37,7 +37,7 @@ class Family:
     Attributes:
         architecture: its class with the output layer, in transformers.
         fields: what each field of its config.json does, besides those that all families have.
-        rope_kinds: scalings of rotary positions that its class computes as others do.
+        rope_kinds: kinds of scaling of rotary positions that are served in it.
         windows: which layers have the window of sliding_window: none knows no windows, every has it in all layers,
             typed in those that layer_types names, switched in the same if use_sliding_window is true. Periodic has it
             in all but every full_every-th layer where layer_types is missing. Unrotated has it in those without rotary
@@ -64,7 +64,7 @@ class Family:
         hybrid: recurrent layers beside attention, with a symbol for each layer in its pattern, by the values of its
             fields.
         others: what the names of tensors begin with that are not trained and are carried along.
-        image_positions: fields of the positions of images are there, which are those of text in texts.
+        image_positions: it has fields of the positions of images, which change nothing in texts.
         weights: names of its tensors.
     """
 

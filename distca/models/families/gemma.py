@@ -1,6 +1,6 @@
-"""Gemma 2 and Gemma 3: windows, norms around one before and behind, and a scaled embedding.
+"""Gemma 2 and Gemma 3: windows, norms before and behind attention and MLP, and a scaled embedding.
 
-Of a Gemma 3 with images the text part is trained.
+Norms multiply by one plus their weight. Of a Gemma 3 with images the text part is trained.
 """
 
 from __future__ import annotations
