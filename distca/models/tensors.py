@@ -41,7 +41,8 @@ _BYTES = {
     "BF16": 2,
     "I16": 2,
     "U16": 2,
-} | dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
+    "C64": 8,
+} | dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1)
 """Bytes of a value by the type of its tensor."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
@@ -87,7 +88,7 @@ class TensorFiles:
         """Refuse tensors that are not those of a model.
 
         Raises:
-            ModelError: a tensor is missing or too many, has another shape or a type of quantised weights, or a file is
+            ModelError: a tensor is missing or too many, has another shape or a type that is not served, or a file is
                 cut short.
         """
         for name, shape in expected_shapes(model).items():
@@ -96,6 +97,7 @@ class TensorFiles:
                 raise ModelError(f"{self.folder} has {name} in {kind}, but config.json does not say so.")
             self._check(name, shape)
         for name in self.of_other_parts(model):
+            self.size(name)  # which an export needs, behind the training
             if name in self._quantised:
                 self._check(name, tuple(self._slice(name).get_shape()))
         self._refuse_others(model)
@@ -118,9 +120,16 @@ class TensorFiles:
         return tuple(sorted(name for name in {*self._file_of} - scales if name.startswith(model.other_parts)))
 
     def size(self, name: str) -> int:
-        """Bytes of a tensor as it is read, by its name in the files."""
+        """Bytes of a tensor as it is read, by its name in the files.
+
+        Raises:
+            ModelError: it is missing, or of a type whose values have no whole bytes.
+        """
         part = self._slice(name)
-        return math.prod(part.get_shape()) * _BYTES["BF16" if name in self._quantised else part.get_dtype()]
+        kind = "BF16" if name in self._quantised else part.get_dtype()
+        if kind not in _BYTES:
+            raise ModelError(f"{self.folder} has {name} of type {kind}, which cannot be carried along; remove it.")
+        return math.prod(part.get_shape()) * _BYTES[kind]
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that is missing, or of another shape or type, or whose scales are.

@@ -14,7 +14,7 @@ class Variant:
 
     Attributes:
         activation: activation of the MLP, or of its gate; gelu is approximated by tanh, relu2 is ReLU squared.
-        gated: the MLP has a gate (all but Arcee and Nemotron-H).
+        gated: the MLP has a gate (Arcee's has none).
         normalization: RMSNorm, or LayerNorm without biases.
         zero_centered_norms: norms multiply by one plus their weight (Gemma).
         norms: pre = norms before attention and MLP, post = behind them (OLMo 2), both = before and behind (Gemma).

@@ -293,6 +293,20 @@ def test_tensors_of_several_parts(tmp_path: Path, prefix: str) -> None:
         _check(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "served"), [("float8_e8m0fnu", True), ("complex64", True), ("float4_e2m1fn_x2", False)]
+)
+def test_other_parts_of_rare_types(tmp_path: Path, dtype: str, served: bool) -> None:
+    tensor = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, dtype))
+    save_file({"vision_tower.weight": tensor}, tmp_path / SINGLE)
+    files = TensorFiles(tmp_path, "numpy")
+    if served:
+        assert files.size("vision_tower.weight") == 8
+        return
+    with pytest.raises(ModelError, match=r"has vision_tower\.weight of type F4, which cannot be carried along"):
+        files.size("vision_tower.weight")
+
+
 def test_a_model_of_one_part_has_no_tensors_of_several(folder: Path) -> None:
     _rename(folder, {"model.": "model.language_model."})
     with pytest.raises(ModelError, match=r"has model\.language_model\..*, which a model of its config\.json does not"):
