@@ -61,8 +61,8 @@ from megatron_patches.support.servers import check_gpus
 logger = logging.getLogger(__name__)
 
 _COMING = TIMEOUT - timedelta(seconds=30)
-"""The time in which all first servers have to come. Other homes wait for rank 0 for ``TIMEOUT``. Rank 0 must give up
-earlier, so that it can tell them why."""
+"""The time in which all first servers have to come, and in which each has to choose its kernel or measure its table.
+Other homes wait for rank 0 for ``TIMEOUT``. Rank 0 must give up earlier, so that it can tell them why."""
 _HERE = timedelta(seconds=15)
 """The time that homes wait for a server's answer once the pool has formed. After it the run goes on without the server.
 On types of devices that ``MAY_GO`` does not name, ``TIMEOUT`` holds instead."""
@@ -206,14 +206,14 @@ class ServerMembers:
             self._store.put(f"measure/{each.process}", each in chosen.values())
         for sort, each in chosen.items():
             logger.info("No cost table fits %s: server %d measures one, for about two minutes.", sort, each.number)
-            self._answers(f"table/{each.process}", each, TIMEOUT)
+            self._answers(f"table/{each.process}", each, _COMING)
             table = self._store.take(f"table/{each.process}", timedelta(0), _NO_TABLE.format(each.number))
             if table is not None:
                 write_table(folder / table_name(*sort, *heads, value_dim=spec.value_dim), table)
 
     def _kernel_of(self, server: Comer) -> KernelAnswer:
         key = f"kernel/{server.process}"
-        self._answers(key, server, TIMEOUT)
+        self._answers(key, server, _COMING)
         # Zero: if the server has ended, nobody waits for the rest of the time.
         found: KernelAnswer = self._store.take(key, timedelta(0), _NO_KERNEL.format(server.number))
         return found

@@ -53,10 +53,11 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
         PlanError: ``documents`` are not lists of figures, or have the wrong number or lengths.
     """
     try:
-        figures = [torch.as_tensor(document) for document in documents]
-    except (TypeError, ValueError, RuntimeError):  # texts, or lists of unequal lengths
-        figures = []
-    if len(figures) != len(documents) or any(each.ndim != 1 for each in figures):
+        # torch cannot read a reversed array, such as np.cumsum(rewards[::-1])[::-1], but its copy.
+        figures = [torch.as_tensor(each.copy() if isinstance(each, np.ndarray) else each) for each in documents]
+    except (TypeError, ValueError, RuntimeError):  # no list, or one of texts or of lists of unequal lengths
+        figures = None
+    if figures is None or any(each.ndim != 1 for each in figures):
         raise PlanError("rows_of takes a list with one list of figures for each document, one figure for each token.")
     lengths, given = batch.micro_batch_lengths.tolist(), [len(each) for each in figures]
     if given != lengths:

@@ -361,7 +361,7 @@ def _ended_early() -> list[str]:
     elsewhere, of which nobody here sees whether it runs. Then of one that has chosen."""
     store, said = c10d._get_default_store(), []
     here, elsewhere = replace(Process.here(), started=1), replace(Process.here(), space="another machine")
-    with patch.object(server_members, "TIMEOUT", timedelta(seconds=20)), patch.object(pool_watch, "STARTING_S", 0.5):
+    with patch.object(server_members, "_COMING", timedelta(seconds=20)), patch.object(pool_watch, "STARTING_S", 0.5):
         for pool, ended in enumerate((here, elsewhere, elsewhere)):
             PoolStore(store, pool).put("server/0", Comer(0, "", "cpu", "", ended))
             remote, began = RemoteServers(1, 1, "auto", CPU), time.monotonic()
