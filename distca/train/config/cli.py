@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 import jsonargparse
 import yaml
 
-from distca.errors import ConfigError
+from distca.errors import ConfigError, system_words
 from distca.train.config.initial import check_same_shape, settings_of_folder
 from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.words import takes, value_refused
@@ -30,6 +30,8 @@ _INSTEAD = {
     ("train.recompute", "true"): "write mlp, or all where memory is short",
     ("train.recompute", "false"): "write none",
 }
+_NEVER_EMPTY = ("output", "checkpoint.resume", "checkpoint.init_from", "checkpoint.export", "log.wandb")
+"""An empty text would pass for none here, where perhaps a variable of a user's script is not set."""
 
 
 def parse_run_config(argv: list[str] | None = None) -> RunConfig:
@@ -37,13 +39,15 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     What comes later wins, be it a file or a setting: see :func:`files_first`.
 
     Raises:
-        ConfigError: on an unknown setting, a value of the wrong type, or a YAML file that cannot be read.
+        ConfigError: on an unknown setting, a value of the wrong type, an empty name of a folder, a YAML file that
+            cannot be read, or settings that contradict the run or model whose folder they name.
         ModelError: on a folder in checkpoint.init_from that holds no model that is served.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     _check_arguments(arguments)
     given = _given(arguments)
     config: RunConfig = _build(RunConfig, given)
+    _check_not_empty(config)
     _check_name(arguments, config)
     if (brought := settings_of_folder(config)) is not None:
         config = _build(RunConfig, _nested(brought | flat(given)))
@@ -236,6 +240,12 @@ def _check_not_null(setting: str, value: object) -> None:
         )
 
 
+def _check_not_empty(config: RunConfig) -> None:
+    for setting in _NEVER_EMPTY:
+        if value_of(config, setting) == "":
+            raise ConfigError(f"{setting} is empty; give it a value, or leave it out.")
+
+
 def _check_name(arguments: list[str], config: RunConfig) -> None:
     """Refuse a name beside a run's folder to resume, which has its own; a name from a file says only what it was."""
     resume, given = config.checkpoint.resume, any(re.fullmatch("--name(=.*)?", argument) for argument in arguments)
@@ -257,7 +267,10 @@ def _check_file(name: str, known: list[str]) -> None:
         beside = sorted(str(other) for other in folder.glob("*.yaml"))
         there = f" There are: {', '.join(beside)}." if beside else ""
         raise ConfigError(f"--config names {name}, which is not a file.{there}")
-    content = read_yaml(path, ConfigError)
+    try:
+        content = read_yaml(path, ConfigError)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read ({system_words(error)}); name a file that can.") from None
     if content is None:
         raise ConfigError(f"{name} holds no settings; write some, or leave out --config.")
     if not isinstance(content, dict):
