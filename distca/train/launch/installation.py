@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from distca.errors import LaunchError
+from distca.errors import LaunchError, system_words
 from distca.train.launch.machines import gpus_here
 from distca.train.launch.say import leave, say
 
@@ -55,12 +55,19 @@ def install(gpus: bool, extra: str = "") -> str:
         extra: an extra of pyproject.toml beside it.
 
     Raises:
-        LaunchError: there is no Python to make it from, or a step failed; setup.log has its output.
+        LaunchError: the project's folder cannot be written, there is no Python to make it from, or a step failed;
+            setup.log has its output.
     """
     log, python = ROOT / "setup.log", str(_venv_python())
     base = None if os.access(python, os.X_OK) else _base_python()
     say(f"DistCA's dependencies are missing: installing them into {ROOT / '.venv'}, once (output in {log}).")
-    log.write_text("")
+    try:
+        log.write_text("")
+    except OSError as error:
+        raise LaunchError(
+            f"{log} cannot be written ({system_words(error)}).",
+            "let this user write there, or activate an environment that has what is missing (README.Installation.md).",
+        ) from None
     if base:
         _step("making .venv", log, base, "-m", "venv", str(ROOT / ".venv"))
     pip = (python, "-m", "pip", "install", "--disable-pip-version-check")

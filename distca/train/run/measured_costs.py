@@ -104,7 +104,9 @@ def _measure(config: RunConfig, kernel: Kernel, shape: AttentionShape, device: t
     measured = measure_device(
         kernel, shape, device, dtype, hidden=config.model.hidden, ffn=config.model.ffn, progress=lambda *_: lambda: None
     )
-    write_table(path, _described(measured))
+    unfinished = path.with_suffix(".unfinished")  # a later start would take half a table for a whole one
+    write_table(unfinished, _described(measured))
+    unfinished.replace(path)
 
 
 def _described(measured: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,12 @@
 """What is missing is installed beside pretrain_llama.sh first."""
 
 import shutil
+from pathlib import Path
 
+import pytest
+
+from distca.errors import LaunchError
+from distca.train.launch import installation
 from tests.train.launch.machine import ROOT, Machine
 
 
@@ -45,3 +50,11 @@ if [[ $* == *"$FAIL"* && -n $FAIL ]]; then echo no such package; exit 1; fi
     assert calls.read_text().splitlines()[-1].endswith(f"-e {project}[gpu]")
     assert "no such package" in failed.stderr
     assert "setup.log" in failed.stderr
+
+
+def test_a_project_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "ROOT", tmp_path / "gone")
+    monkeypatch.setattr(installation, "_base_python", lambda: "python3.12")
+    with pytest.raises(LaunchError, match=r"setup\.log cannot be written \(No such file or directory\)\.") as caught:
+        installation.install(gpus=False)
+    assert "activate an environment" in caught.value.next_step

@@ -83,3 +83,19 @@ def test_the_first_rank_of_each_device_and_kernel_measures(tmp_path: Path, monke
         assert measured_costs.tables_for(config, kernel, CPU, 1) == str(tmp_path / "cost_tables")
         assert measured == names
         measured.clear()
+
+
+def test_half_a_table_is_not_taken_by_a_later_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path, _: Any) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"device":')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measured_costs, "find_table", lambda *_, **__: None)
+    monkeypatch.setattr(measured_costs, "measure_device", lambda *_, **__: {})
+    monkeypatch.setattr(measured_costs, "write_table", killed)
+    config = config_for(tmp_path, 6)
+    for _ in range(2):  # it is measured again
+        with pytest.raises(KeyboardInterrupt):
+            measured_costs.tables_for(config, measured_costs.kernel_of(config, CPU), CPU, 0)
+    assert not list((tmp_path / "cost_tables").glob("*.json"))
