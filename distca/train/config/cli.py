@@ -39,8 +39,8 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     What comes later wins, be it a file or a setting: see :func:`files_first`.
 
     Raises:
-        ConfigError: on an unknown setting, a value of the wrong type, an empty name of a folder, a YAML file that
-            cannot be read, or settings that contradict the run or model whose folder they name.
+        ConfigError: on an unknown setting, a value of the wrong type, an empty name of a folder, or a YAML file that
+            cannot be read; also on a name or shape that contradicts a named folder.
         ModelError: on a folder in checkpoint.init_from that holds no model that is served.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
