@@ -34,16 +34,20 @@ class LateServers:
         self._store, self._tp, self._device, self._gpus, self._watch = store, tp, device, gpus, watch
         self.waiting: list[Comer] = []
         self._came = 0  # how many have come since the run began
+        self._unread: list[int] = []  # which of them, counted from 0, have not written their Comer yet
 
     def hear(self, servers: Sequence[Comer]) -> None:
         """Reads who has come since the last call, drops those that have ended, and refuses those that cannot join.
 
         ``servers`` are the present servers of all pools.
         """
-        new = self._store.count("comers") > self._came
-        while self._store.count("comers") > self._came:
-            self.waiting.append(self._store.take(f"comer/{self._came}"))
-            self._came += 1
+        came = self._store.count("comers")
+        self._unread += range(self._came, came)
+        self._came = came
+        # A server counts itself, then writes its Comer. One that ends between the two must not make homes wait.
+        new = [each for each in self._unread if self._store.has(f"comer/{each}")]
+        self._unread = [each for each in self._unread if each not in new]
+        self.waiting += [self._store.take(f"comer/{each}") for each in new]
         self.waiting = [each for each in self.waiting if not self._watch.is_gone(each.process)]
         self._refuse_unfit(servers)
         joining = self.joining()

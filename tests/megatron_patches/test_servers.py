@@ -356,6 +356,21 @@ def test_the_number_of_a_late_server_that_ended_or_was_refused_is_free() -> None
     assert store.take("welcome/same number").startswith("The homes have a server 3 already")
 
 
+def test_a_late_server_that_ended_before_it_said_who_it_is_holds_nobody_up() -> None:
+    process: Any = str
+    some = [Comer(number, "", "cpu", "", process(number)) for number in range(3)]
+    store = PoolStore(dist.HashStore())
+    late = LateServers(store, 1, "cpu", [], SimpleNamespace(is_gone=lambda _: False))  # type: ignore[arg-type]
+    began, places = time.monotonic(), [store.count("comers", 1) - 1 for _ in some]
+    store.put(f"comer/{places[1]}", some[1])
+    late.hear([])
+    assert late.waiting == [some[1]]
+    store.put(f"comer/{places[2]}", some[2])  # and the first one was only slow
+    store.put(f"comer/{places[0]}", some[0])
+    late.hear([])
+    assert late.joining() == some and time.monotonic() - began < 5
+
+
 def _ended_early() -> list[str]:
     """What homes say of servers that end before they have chosen a kernel: one on the homes' machine, and one
     elsewhere, of which nobody here sees whether it runs. Then of one that has chosen."""
