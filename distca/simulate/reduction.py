@@ -42,7 +42,7 @@ def step_end(job: Job, backward_s: float, rows_on_links_s: float) -> StepEnd:
     experts, replicas = job.expert_parameters, job.expert_replicas
     compute = parameters / ranks * rates.optimizer_s + parameters * rates.parameter_s
     compute += experts / replicas * rates.optimizer_s + experts * rates.parameter_s
-    if ranks == 1:
+    if ranks == 1 and (replicas == 1 or not experts):
         return StepEnd(0.0, compute)
     rate, latency = job.fabric.ring(ranks)
     share = (ranks - 1) / ranks

@@ -75,6 +75,13 @@ def test_a_stage_without_experts_computes_none_in_1f1b() -> None:
     assert second - first == pytest.approx(400 * model.routed_weights * model.units * 3e-9)
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_tensor_parallel_ranks_with_the_same_experts_reduce_their_gradients(ep: int) -> None:
+    job = job_of(gpus=2, tp=2, ep=ep, cost=pair_cost(heads=1, kv_heads=1))
+    assert job.data_parallel == 1
+    assert (simulate(job, parse_mode("packed"), documents([(400, 0)], bins=1)).reduction_s > 0) == (ep == 1)
+
+
 def test_blocking_exchanges_are_waited_for_in_every_layer_both_ways() -> None:
     job = job_of(ep=4)
     once, again = (simulate(replace(job, recompute=how), parse_mode("packed"), BATCH) for how in ("none", "mlp"))
