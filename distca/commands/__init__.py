@@ -1,1 +1,1 @@
-"""The commands of ``distca``; each module holds one."""
+"""The commands of ``distca``. ``main.py`` says which module has each one's function; other modules help these."""

@@ -80,7 +80,7 @@ def list_checkpoints(path: str) -> None:
 
 
 def prune(path: str, *, keep: int = 2) -> None:
-    """Delete all checkpoints of a run but the newest ones, and those that were not finished.
+    """Delete the checkpoints of a run that were not finished, and all others but the newest ones.
 
     Args:
         path: folder of a run that nobody writes at the moment.

@@ -45,7 +45,7 @@ def summary(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures |
         (f"o back home, {everywhere}", format_bytes(moved.o * layers)),
         (f"k,v to servers, {everywhere}", format_bytes(moved.kv * layers)),
         (f"backward, {everywhere}", format_bytes(moved.backward * layers)),
-        ("most received by one server, forward, one layer", format_bytes(most_received(made))),
+        ("most received at once by one server, forward, one layer", format_bytes(most_received(made))),
         (
             "most sent or received by one rank, forward, one layer",
             f"{format_bytes(busiest.bytes)}, {busiest.over_mean:.1f} times the mean",

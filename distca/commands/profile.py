@@ -72,6 +72,7 @@ def profile(
     check_least(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, ffn=ffn, ranks=ranks)
     check_least(0, window=window, value_dim=value_dim)
     check_head_dim(head_dim)
+    check_most(head_dim, value_dim=value_dim)
     value_dim = 0 if value_dim == head_dim else value_dim
     gpus = torch.cuda.device_count()
     if not gpus:

@@ -63,11 +63,11 @@ def simulate(
         model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b,
             moonlight-16b-a3b, deepseek-v3, qwen3.5-9b, qwen3.5-27b, or a configuration file with a model (YAML).
         modes: comma-separated: distca, distca-unsplit (cad.ping_pong false), packed, packed-dealt, variable, cpN,
-            cpN-keep, ringN, ulyssesN for groups of N ranks. With -hidden behind it, what a mode sends travels beside
-            computation. best-cp and best-cp-hidden take the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden)
-            layers with a window gather nothing and get the rows that they see. megatron-te, megatron-teN-p2p and
-            megatron-teN-a2a are unmodified Megatron-Core's, with the same kernels. With stages all but DistCA's run
-            1F1B.
+            cpN-keep, ringN, ulyssesN for groups of N ranks. With -hidden behind it, what a baseline sends travels
+            beside computation. best-cp and best-cp-hidden take the fastest degree. With -halo (cp4-halo,
+            best-cp-halo-hidden) layers with a window gather nothing and get the rows that they see. megatron-te,
+            megatron-teN-p2p and megatron-teN-a2a are unmodified Megatron-Core's, with the same kernels. With stages all
+            but DistCA's run 1F1B.
         context: longest document; longer ones of a mix are cut, of a long-context mix stretched to it; several as
             [131072,524288].
         tp: tensor-parallel ranks.

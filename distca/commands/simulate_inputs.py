@@ -142,7 +142,8 @@ def draw(lengths: str, job: Job, context: int, seed: int, steps: int) -> list[Wo
     """The documents of every step.
 
     Raises:
-        OptionError: more tokens than a simulation takes, or documents that do not fit.
+        OptionError: more tokens than a simulation takes.
+        SimulationError: the job's ranks cannot hold a document.
         PlanError, MixError: on lengths that cannot be read or drawn.
     """
     tokens = 2 * steps * job.micro_batches * job.data_parallel * job.tokens_per_rank

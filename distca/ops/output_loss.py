@@ -192,11 +192,11 @@ class _Chunks:
     ) -> None:
         self._hidden, self._weight, self._shards, self._transform = hidden_NH, weight_VH, shards, transform
         self._wide = wide(hidden_NH.dtype)
-        # "limit" is the largest number of a share's rows in a chunk, "_step" the number that makes chunks equally
-        # large.
         first_column = shards.group.rank() * len(weight_VH)
         self._targets = (labels_N - first_column).view(shards.shares, -1)
         self._row_weights = loss_mask_N.to(self._wide).view(shards.shares, -1)
+        # "limit" is the largest number of a share's rows in a chunk, "_step" the number that makes chunks equally
+        # large.
         limit = max(logits_bytes // (len(weight_VH) * weight_VH.element_size() * shards.shares), 1)
         chunks = max(-(-len(hidden_NH) // limit), 1)
         self._step = max(-(-len(hidden_NH) // chunks), 1)

@@ -8,7 +8,7 @@ from distca.ops.triton import has_kernels
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Returns the norm [..., columns] in the dtype of ``x``; on GPUs it is computed in float32 and rounded once.
+    """Returns the norm [..., columns] in the dtype of ``x``; the kernel for GPUs computes in float32 and rounds once.
 
     Args:
         x: [..., columns].
@@ -25,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a sum and its norm. On GPUs one kernel computes both, and one kernel both gradients.
+    """Returns a sum and its norm. On GPUs one kernel computes both, and another one their gradients.
 
     Args:
         x: [..., columns], the residual stream.

@@ -99,7 +99,9 @@ Outputs = dict[str, torch.Tensor]
 
 
 def check_operations(widths: Widths, dtype: torch.dtype, device: torch.device) -> dict[Operation, str | None]:
-    """Checks every fused operation, and refuses those that are wrong on any rank; then their plain versions run.
+    """Checks the fused operations of a model with attention, and refuses those that are wrong on any rank.
+
+    Plain versions of refused ones run. Operations of recurrent layers are checked in ``distca/recurrent/select.py``.
 
     All ranks call it at the same time, since they exchange the results.
 
@@ -223,9 +225,9 @@ def _scaled_gate(draw: Draw, widths: Widths) -> Outputs:
 
 
 def _norms(draw: Draw, widths: Widths) -> Outputs:
-    found = _norm(draw, widths.hidden) | _norm(draw, widths.head_dim, "of a head ") | _added_norm(draw, widths.hidden)
+    found = _norm(draw, widths.hidden) | _norm(draw, widths.head_dim, " of a head") | _added_norm(draw, widths.hidden)
     for columns in widths.latent:
-        found |= _norm(draw, columns, f"of {columns} latent columns ", beside=columns // 8)
+        found |= _norm(draw, columns, f" of {columns} latent columns", beside=columns // 8)
     return found
 
 
@@ -234,7 +236,7 @@ def _norm(draw: Draw, columns: int, of: str = "", beside: int = 0) -> Outputs:
     x, weight = draw(_ROWS, columns + beside)[:, :columns].requires_grad_(), draw(columns).requires_grad_()
     out = rms_norm(x, weight, 1e-5)
     d_x, d_weight = torch.autograd.grad(out, (x, weight), draw(_ROWS, columns))
-    return {f"the output {of}": out, f"the input's gradient {of}": d_x, f"the weight's gradient {of}": d_weight[None]}
+    return {f"the output{of}": out, f"the input's gradient{of}": d_x, f"the weight's gradient{of}": d_weight[None]}
 
 
 def _added_norm(draw: Draw, columns: int) -> Outputs:

@@ -1,7 +1,8 @@
-"""From measured mixed batches to load factors: what a table's points miss of batches as servers run them.
+"""Two corrections of a table's measured points: smoothing over neighbours, and load factors from mixed batches.
 
-Points are short batches of equal tasks, timed between others that leave the GPU at a higher clock; a server's batch
-mixes lengths and follows others as heavy. Array legend: B batches, L lengths.
+Load factors are what points miss of batches as servers run them. Points are short batches of equal tasks, timed between
+others that leave the GPU at a higher clock. A server's batch mixes lengths and follows others as heavy. Array legend: B
+batches, L lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from distca.plan.cost.table import LoadFactors
 LENGTHS = np.array([2048.0, 8192.0, 32768.0, 131072.0])
 """k,v rows at which factors are fitted."""
 _ONE_FOR_ALL = 0.35
-"""Noise of one batch over what factors of neighbouring lengths may differ by: about 1.5 % over 4 %."""
+"""The noise of one batch, about 1.5 %, divided by the usual difference of neighbouring lengths' factors, about 4 %."""
 
 Tasks = tuple[np.ndarray, np.ndarray]
 """[N] query rows and [N] k,v rows of a batch."""

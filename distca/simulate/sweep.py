@@ -86,9 +86,9 @@ def run_mode(job: Job, name: str, workloads: Sequence[Workload], watched: Iterab
         job: the model, the cluster and the parallelism.
         name: name of the mode, such as "distca", "packed", "variable", "cp4", "cp4-keep", "ring4", "ulysses4" or
             "megatron-te4-p2p". Megatron's modes have its layouts and exchanges, with this project's kernels.
-            "best-cp" is the fastest of "packed" and all degrees of context parallelism by document that fit into
-            memory. Two endings are possible. With "-halo" layers with a window get only the keys and values that they
-            see. With "-hidden" transfers run beside computation as far as they can.
+            "best-cp" is the fastest of "packed" and the degrees of context parallelism by document, up to 64, that
+            fit into memory. Two endings are possible. With "-halo" layers with a window get only the keys and values
+            that they see. With "-hidden" transfers run beside computation as far as they can.
         workloads: the documents of every step.
         watched: numbers of the servers whose actions in the first step are recorded.
 

@@ -30,6 +30,12 @@ def test_right_operations_are_never_refused(dtype) -> None:
             assert self_check.why_wrong(run, dtype, CPU, seed) is None
 
 
+def test_tensors_have_names_that_fit_into_a_sentence() -> None:
+    draw = self_check.Draw(torch.Generator(), CPU, torch.float32, torch.float32)
+    names = [name for run in self_check._operations(WIDTHS).values() for name in run(draw)]
+    assert "the output of a head" in names and all(name == " ".join(name.split()) for name in names)
+
+
 _swiglu, _rms_norm, _rotate = self_check.swiglu, self_check.rms_norm, self_check.split_and_rotate
 _statistics, _gradient, _add = self_check.row_statistics, self_check.logits_to_gradient_, self_check.add_product
 _row_dots = self_check.row_dots

@@ -85,6 +85,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     ("option", "value", "said"),
     [
         ("head_dim", "7", "--head_dim is 7, but rotary positions need an even one"),
+        ("value_dim", "200", "--value_dim is 200; it must be at most 128"),
         ("ranks", "0", "--ranks is 0; it must be at least 1"),
         ("ranks", "65", "--ranks is 65; it must be at most 64"),
         ("kernel", "foo", "--kernel must be one of auto, flash4"),

@@ -21,10 +21,10 @@ Operation = Literal[
     "convolution",
     "gradients within chunks",
 ]
-"""The names of operations with kernels."""
+"""The names of fused operations. "weight gradients" and "router products" are products of torch, not of Triton."""
 
 _refused: set[Operation] = set()
-"""The operations whose kernels failed their check in this process."""
+"""The operations whose kernels failed their check, on this rank or on another one."""
 
 
 def has_kernels(x: torch.Tensor, operation: Operation) -> bool:
@@ -38,5 +38,5 @@ def is_trusted(operation: Operation) -> bool:
 
 
 def refuse(operation: Operation) -> None:
-    """Lets the plain version of an operation run in this process from now on, since its kernels are wrong here."""
+    """Lets the plain version of an operation run in this process from now on, since its kernels failed their check."""
     _refused.add(operation)
