@@ -4,8 +4,8 @@ The *home* of a row is the rank that holds the row. A *server* is a rank that co
 *phases*. In a forward phase, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase,
 each stage runs the backward of a micro-batch, or is idle. In each phase, any rank may be a server for any stage.
 
-With p stages, backward phase k runs right after forward phase k + p − 1. With n data-parallel ranks in a stage, rank r
-of stage s has number s · n + r. Servers without a model have the last numbers.
+With p stages, backward phase k runs right after forward phase k + p − 1, or after the last forward phase if there is no
+such phase. With n data-parallel ranks in a stage, rank r of stage s has number s · n + r. Servers without a model have the last numbers.
 """
 
 from __future__ import annotations
@@ -185,6 +185,8 @@ def plan_step(
     """
     if not len(lengths):
         raise PlanError("A step has at least one micro-batch, and this one has none.")
+    if homes is not None and len(homes) != len(lengths):
+        raise PlanError(f"homes are for {len(homes)} micro-batches, and the step has {len(lengths)}.")
     rows = tuple(np.asarray(each, np.int64).reshape(-1) for each in lengths)
     drawn = tuple(np.stack((np.full(len(each), at), np.arange(len(each))), axis=1) for at, each in enumerate(rows))
     if room is not None:

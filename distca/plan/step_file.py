@@ -1,12 +1,13 @@
 """Writes and reads JSON files with the inputs of a step's plan: document lengths and options, but no tokens.
 
-If planning fails during training, the step's inputs are written to such a file, which ``distca plan`` reads.
+If an unexpected error ends planning in a run, ``failed_plans.py`` writes such a file. ``distca plan`` reads it and
+plans the step again.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -67,7 +68,7 @@ def write_step(path: Path, inputs: StepInputs) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        TypeError: the options have a cost model of an unknown class.
+        TypeError: the options have a cost model of an unknown class, or another value that JSON cannot hold.
     """
     options = inputs.options
     content = {
@@ -83,8 +84,9 @@ def write_step(path: Path, inputs: StepInputs) -> None:
         "cost": _cost_content(options.cost),
         "costs": [_cost_content(cost) for cost in options.costs],
     }
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    # Process ids would not do: processes on different machines can have the same one.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    part.write_text(json.dumps(content, default=_as_python) + "\n", encoding="utf-8")
     part.replace(path)
 
 
@@ -180,6 +182,13 @@ def _cost(content: Mapping[str, Any]) -> CostModel:
     if given["load"] is not None:
         given["load"] = LoadFactors(**{name: np.asarray(each) for name, each in given["load"].items()})
     return TableCost(**given)
+
+
+def _as_python(number: Any) -> Any:
+    """Returns a numpy number as a number of Python, for ``json``."""
+    if isinstance(number, np.generic):
+        return number.item()
+    raise TypeError(f"a {type(number).__name__} cannot be written")
 
 
 def _numbers(column: Any) -> Any:

@@ -274,6 +274,9 @@ def test_options_reach_the_scheduler(stages: int) -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(PlanError, match="at least one micro-batch"):
         plan_step([], STAGES)
+    for homes in ([], [[0], [0]]):
+        with pytest.raises(PlanError, match=rf"homes are for {len(homes)} micro-batches, and the step has 1"):
+            plan_step([[5]], PlanOptions(1, COST), homes)
     with pytest.raises(PlanError, match="backward is keep, but with 2 pipeline stages"):
         PlanOptions(3, COST, stages=2)
     with pytest.raises(PlanError, match="at least one rank and one stage, not 0 and 1"):

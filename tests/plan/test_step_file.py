@@ -87,6 +87,30 @@ def test_a_step_is_planned_from_its_file_as_it_was(name: str, tmp_path: Path, ca
     assert f"{ours.tokens:,} tokens" in capsys.readouterr().out
 
 
+def test_a_steps_file_may_have_numbers_of_numpy(tmp_path: Path) -> None:
+    options = PlanOptions(2, area_cost(), tolerance=0.5)
+    numpys = replace(options, ranks=np.int64(2), tolerance=np.float32(0.5))
+    for name, room, of in (("python", [20], options), ("numpy", [np.int64(20)], numpys)):
+        write_step(tmp_path / name, StepInputs([[5, 6]], of, room=room))
+    assert (tmp_path / "numpy").read_text() == (tmp_path / "python").read_text()
+
+
+def test_processes_of_one_id_on_two_machines_write_a_steps_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, inputs, finish = tmp_path / "step.json", _inputs()["at home"], Path.replace
+
+    def finish_after_another(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", finish)
+        write_step(path, inputs)
+        return finish(part, target)
+
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    monkeypatch.setattr(Path, "replace", finish_after_another)
+    write_step(path, inputs)
+    assert read_step(path) is not None and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_steps_file_has_every_option_and_all_that_a_cost_is_made_from(tmp_path: Path) -> None:
     names = {
         "options": {option.name for option in fields(PlanOptions)} - {"scheduler"},
@@ -154,7 +178,7 @@ def test_options_beside_a_steps_file_are_refused(tmp_path: Path) -> None:
         {"lengths": "many"}, {"lengths": None}, {"options": {}}, {"cost": {}}, {"links": {"ranks": 1}}, {"room": 3},
         {"lengths": [[5, 0]]}, {"lengths": []}, {"homes": [[0], [1]]}, {"links": None}, {"cost": {"shape": {}}},
         {"kinds": [{"width": 3}]}, {"layer_kinds": [[0], [0]]}, {"layer_kinds": 1}, {"costs": None}, {"kinds": None},
-        {"layer_kinds": [[4]]}, {"costs": [{}]}, {"kinds": []},
+        {"layer_kinds": [[4]]}, {"costs": [{}]}, {"kinds": []}, {"homes": [[0, 0, 0, 0]]},
     ],
 )  # fmt: skip
 def test_a_steps_file_that_was_changed_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
