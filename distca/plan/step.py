@@ -4,8 +4,9 @@ The *home* of a row is the rank that holds the row. A *server* is a rank that co
 *phases*. In a forward phase, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase,
 each stage runs the backward of a micro-batch, or is idle. In each phase, any rank may be a server for any stage.
 
-With p stages, backward phase k runs right after forward phase k + p − 1, or after the last forward phase if there is no
-such phase. With n data-parallel ranks in a stage, rank r of stage s has number s · n + r. Servers without a model have the last numbers.
+With p stages, backward phase k runs right after forward phase k + p − 1. The last p − 1 backward phases have no such
+forward phase, and run at the end. With n data-parallel ranks in a stage, rank r of stage s has number s · n + r.
+Servers without a model have the last numbers.
 """
 
 from __future__ import annotations

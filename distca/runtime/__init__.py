@@ -1,4 +1,7 @@
-"""Runs plans: autograd nodes exchange rows between ranks, and compute attention on the rows that arrive."""
+"""Runs plans: autograd nodes exchange rows between ranks, and compute attention on the rows that arrive.
+
+``megatron_patches/`` runs Megatron-Core's layers with this package, which does not import Megatron-Core.
+"""
 
 from distca.runtime.device_routes import LayerRoutes, NanoRoutes
 from distca.runtime.ping_pong import SplitLayer, run_layers

@@ -72,7 +72,7 @@ def serve(
     """Serves core attention until homes end the pool or leave this server out; returns the number of served steps.
 
     A server computes on the current GPU, or without GPUs on the CPU. It may start while homes train; homes then add it
-    before a later step.
+    before a later step. A process that was left out or refused may call this function again.
 
     Args:
         store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
@@ -87,6 +87,7 @@ def serve(
         KernelError: the kernel that homes name cannot run in this process, or computes wrong results.
         RefusedServerError: this server came while homes train, and cannot join: its number or its GPU is taken, homes
             compute on another type of device, or its kernel fails.
+        RuntimeError: a process of the first generation does not connect, or this server fails in a step.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -110,7 +111,8 @@ def _serve(
     if not meeting.has("generation/0"):
         meeting.put(f"server/{me.number}", me)
     asked: KernelTerms = meeting.take("kernel", patience, "No homes have come that ask for servers without a model.")
-    joins_later = me not in asked.servers
+    # A process that has answered before calls serve() again, after homes have left it out or refused it.
+    joins_later = me not in asked.servers or meeting.has(f"kernel/{me.process}")
     try:
         check_device(asked.spec.device.type, device.type, me.number)
         kernel = choose_kernel(asked.kernel, replace(asked.spec, device=device))
@@ -131,6 +133,7 @@ def _serve(
         # The homes have begun without this process, which now asks to join the next generation.
         meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
         answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
+        meeting.drop(f"welcome/{me.process}")  # the next call of serve() waits for an answer of its own
         if isinstance(answer, str):
             raise RefusedServerError(answer)
         first = answer

@@ -1,4 +1,4 @@
-"""The rows of one layer's attention that wait for backward.
+"""The rows that an attention call (``attention_call.py``) keeps from forward until backward.
 
 - home: a rank that holds rows of documents.
 - server: a rank that computes attention for homes. Most ranks are both.

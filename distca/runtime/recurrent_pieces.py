@@ -1,4 +1,4 @@
-"""Computes a rank's pieces of a recurrent layer, and the states between pieces.
+"""Computes a rank's pieces of a recurrent layer, and the states between pieces, for ``recurrent_call.py``.
 
 - piece: a range of a document's rows on one rank in one nano-batch.
 - summary: a piece turns the state S before it into A·S + B. The *transition* A and the *own state* B are its summary.
@@ -41,9 +41,10 @@ class RankPieces:
     def forward(
         self, rows: CoreRows, numbers: Sequence[int], states: States, o_NHV: torch.Tensor, wanted: bool = True
     ) -> torch.Tensor:
-        """Computes the pieces ``numbers`` from the ``states`` before them; a piece without a state begins with zeros.
+        """Computes the pieces ``numbers`` from the ``states`` before them.
 
-        Writes o into ``o_NHV``; returns the states behind the pieces if ``wanted``."""
+        ``states`` has all of these pieces or none; with none, they begin with zeros. Writes o into ``o_NHV``; returns
+        the states behind the pieces if ``wanted``."""
         return self._kernel.forward(rows, self._spans_of(numbers), _stacked(states, numbers), o_NHV, wanted)
 
     def backward(

@@ -25,7 +25,7 @@ from distca.attention import AttentionSpec, Kernel, select
 from distca.attention.reference import ReferenceKernel
 from distca.cluster import members, pool_store, pool_watch
 from distca.cluster.pool_store import PoolStore
-from distca.cluster.process import Process
+from distca.cluster.process import Process, machine_name
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
 from distca.plan.cost.table_file import TABLES, find_table
 from distca.runtime import attention_server
@@ -278,6 +278,34 @@ def test_a_late_server_is_refused_alone_and_a_first_one_everywhere() -> None:
     assert "Server 3 has device cpu, and the homes compute on cuda" in alone
     assert on_server.startswith("`kernel` flash4 cannot run here: it needs a GPU, and this rank computes")
     assert at_home == f"On server 0 of the pool: {on_server}"
+
+
+def _called_again() -> list[str]:
+    """What a server raises in three calls of one process: it waits in vain for a generation, and is refused twice."""
+    from distca import serve
+
+    store, me = dist.HashStore(), Comer(3, machine_name(), "cpu", "cpu", Process.here())
+    homes, said = PoolStore(store), []
+    homes.put("kernel", KernelTerms((me,), AttentionSpec(2, 1, 8, torch.float32, CPU), "auto"))
+    for call in range(3):
+        with (
+            patch.object(attention_server, "choose_kernel", lambda *_: RoundedKernel()),
+            ThreadPoolExecutor(1) as thread,
+        ):
+            server = thread.submit(partial(serve, store, 3, patience=timedelta(seconds=1)))
+            if call:
+                homes.put("generation/0", None)
+                while not server.done() and not homes.has(f"comer/{call - 1}"):
+                    time.sleep(0.01)
+                homes.put(f"welcome/{me.process}", f"refusal {call}")
+            said.append(repr(server.exception()))
+    return said
+
+
+def test_a_process_that_serves_again_waits_for_a_new_answer() -> None:
+    ((first, second, third),) = run_ranks(1, _called_again)
+    assert "Nothing came under generation/0" in first
+    assert "refusal 1" in second and "refusal 2" in third
 
 
 def _measured(folder: str) -> list[list[str]]:

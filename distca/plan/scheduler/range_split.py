@@ -1,8 +1,8 @@
 """Cuts ranges out of a *piece*: query rows of one document, whose causal attention one rank (the *sender*) computes.
 
-*Receivers* are ranks that have time for some of these rows. The sender gives them one *part* of the piece, cut into
-consecutive ranges. Example: the piece [0, 1000) gets the cuts 400, 500 and 700. One receiver gets the rows [400, 500)
-and another [500, 700). The sender keeps [0, 400) and [700, 1000).
+``balancer.py`` calls :func:`split_range`. *Receivers* are ranks that have time for some of these rows. The sender gives
+them one *part* of the piece, cut into consecutive ranges. Example: the piece [0, 1000) gets the cuts 400, 500 and 700.
+One receiver gets the rows [400, 500) and another [500, 700). The sender keeps [0, 400) and [700, 1000).
 
 Array legend: K directions (1 for forward or backward, 2 for both), C receivers, N chosen receivers, G places that are
 tried for the part. [K][N] is a list of K lists. ``benchmarks/planner_constants.py`` compared the constants with other

@@ -1,6 +1,7 @@
 """Chooses the server that computes each range of queries, so that all servers end at about the same time.
 
-``phases.py`` calls :func:`schedule` for each *nano-batch*: a whole micro-batch, or one of its two parts.
+``phases.py`` calls :func:`schedule` for each *nano-batch*: a whole micro-batch, or one of its two parts. With pipeline
+stages, one call is for the nano-batches that all stages compute at the same time.
 
 - A *server* is a rank that computes attention. The *home* of a row (a token) is the rank that holds the row.
 - A *task* is a range of query rows of one document on one server. At first every task is at home.

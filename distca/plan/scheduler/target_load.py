@@ -17,10 +17,12 @@ attention in both. With attention A_k in direction k and the end T_k of its slow
 
     other_kr + f_kr · A_k · φ_r ≤ T_k      with Σ φ_r = 1.
 
-The plan should have the least T_forward + T_backward. Until T_k, server r can do the fraction min_k max(T_k −
-other_kr, 0) / (f_kr A_k). The times suffice if these fractions add up to at least 1. First each T_k is the time that
-direction k alone needs. If these times do not suffice, a golden-section search over T_forward finds the least sum.
-The search is right because the least T_backward is a convex function of T_forward.
+The target of server r in direction k is the most attention that the server can end by T_k. So the targets of a
+direction may add up to more than all attention. The plan should have the least T_forward + T_backward. Until T_k,
+server r can do the fraction min_k max(T_k − other_kr, 0) / (f_kr A_k). The times suffice if these fractions add up to
+at least 1. First each T_k is the time that direction k alone needs. If these times do not suffice, a golden-section
+search over T_forward finds the least sum. The search is right because the least T_backward is a convex function of
+T_forward.
 
 Array legend: K directions, R servers.
 """
