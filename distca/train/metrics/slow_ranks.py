@@ -15,6 +15,8 @@ STEPS = 20
 """Newest steps that count: single steps say little, as no cost table is exact for every shape."""
 _MARGIN = 0.05
 _WARM_UP = 2
+_LEAST_SPEED = 0.01
+"""A speed of 0, to which a very slow one would be rounded, is refused."""
 
 
 class SlowRanks:
@@ -69,7 +71,8 @@ def speeds_as_measured(
     found = list(speeds)
     for rank in named:
         server = server_of_rank[rank]
-        found[server] = min(found[server], round(speeds[server] / (1 + float(slower[rank])), 2))
+        slow = round(speeds[server] / (1 + float(slower[rank])), 2)
+        found[server] = min(found[server], max(slow, _LEAST_SPEED))
     return found
 
 

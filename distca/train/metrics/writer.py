@@ -169,11 +169,7 @@ def _start_wandb(project: str, folder: Path) -> Any:
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     """All logged steps of a run folder, in the order they were written; NaN and infinities come back as floats."""
-    special = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-    return [
-        {key: special.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
-        for line in _lines(Path(folder) / FILE_NAME)
-    ]
+    return [{key: _as_float(value) for key, value in line.items()} for line in _lines(Path(folder) / FILE_NAME)]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -192,7 +188,17 @@ def _entry(line: str) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
-def _json_value(value: float | int | str | list[float]) -> float | int | str | list[float]:
+def _as_float(value: Any) -> Any:
+    """A value of a line, with floats in place of the strings of :func:`_json_value`."""
+    if isinstance(value, list):
+        return [_as_float(each) for each in value]
+    special = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+    return special.get(value, value) if isinstance(value, str) else value
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_json_value(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value

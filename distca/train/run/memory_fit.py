@@ -90,6 +90,12 @@ def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_byt
     need, room = _need_and_room(config, world_size, vocabulary, device_bytes)
     if need <= room:
         return
+    if room <= 0:  # a smaller model would not help
+        without = "set cad.transport to nccl, or " if receive_buffer(config, world_size) else ""
+        raise ConfigError(
+            f"The smallest GPU has {device_bytes / GIB:.1f} GiB of memory, and CUDA, NCCL and NVSHMEM count for "
+            f"{(device_bytes - room) / GIB:.1f}: {without}run on larger GPUs, or on CPU ranks with GPUS_PER_NODE=0."
+        )
     stages = predict_memory(config, world_size, vocabulary)
     worst = max(range(len(stages)), key=lambda number: stages[number].total)
     where = f"Stage {worst} of {len(stages)}" if len(stages) > 1 else "A rank"

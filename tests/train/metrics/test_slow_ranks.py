@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distca.train.metrics.slow_ranks import STEPS, SlowRanks
+from distca.train.metrics.slow_ranks import STEPS, SlowRanks, speeds_as_measured
 from distca.train.metrics.step_record import StepRecorder
 
 
@@ -63,3 +63,7 @@ def test_a_slow_gpu_can_be_planned_as_slower(servers: tuple[int, ...], caplog: p
     assert caplog.text.count("Rank 5 (here) took 25 % longer") == 1
     advised = "again with --cad.speeds '[1,1,0.8,1,1]'." in caplog.text
     assert advised == (servers == (0, 1)) == ("--cad.speeds" in caplog.text)
+
+
+def test_a_speed_that_is_advised_is_above_0() -> None:
+    assert speeds_as_measured([1.0, 1.0], [0, 1], np.array([300.0, 0.0]), [0]) == [0.01, 1.0]

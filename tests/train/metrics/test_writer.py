@@ -47,13 +47,13 @@ def test_a_new_run_does_not_write_over_an_old_one(tmp_path: Path) -> None:
 
 def test_values_that_json_lacks_come_back(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.log(1, {"loss": math.nan, "grad_norm": math.inf, "note": "x"})
+        writer.log(1, {"loss": math.nan, "grad_norm": math.inf, "note": "x", "attention_s": [1.0, math.inf]})
     raw = (tmp_path / "metrics.jsonl").read_text()
     json.loads(raw, parse_constant=pytest.fail)
     (line,) = read_metrics(tmp_path)
     assert math.isnan(line["loss"])
     assert line["grad_norm"] == math.inf
-    assert line["note"] == "x"
+    assert line["note"] == "x" and line["attention_s"] == [1.0, math.inf]
 
 
 def test_tensorboard_has_the_same_figures_and_hides_dropped_steps(tmp_path: Path) -> None:

@@ -43,6 +43,14 @@ def _refusal(config: RunConfig, device: int, world_size: int = 2, vocabulary: in
     return str(refused.value)
 
 
+def test_a_gpu_without_room_for_any_model_is_named() -> None:
+    said = _refusal(_config("--parallel.tp", "1"), OUTSIDE_TORCH)
+    assert said.startswith("The smallest GPU has 8.5 GiB of memory, and CUDA, NCCL and NVSHMEM count for")
+    assert said.endswith(": set cad.transport to nccl, or run on larger GPUs, or on CPU ranks with GPUS_PER_NODE=0.")
+    alone = _refusal(_config("--cad.transport", "nccl"), OUTSIDE_TORCH)
+    assert alone.endswith("count for 8.5: run on larger GPUs, or on CPU ranks with GPUS_PER_NODE=0.")
+
+
 def test_a_run_is_refused_by_a_byte() -> None:
     config = _config("--train.recompute", "none")
     check_memory(config, 2, VOCABULARY, _need(config), HOST)
