@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from distca.errors import ModelError
 from distca.models.description import ModelDescription
 from distca.models.hybrid import EXPERTS, RECURRENT
+from distca.models.layout import expected_shapes
+from distca.models.stored import tensor_and_piece
 from megatron_patches.checkpoint.hybrid_names import parameters_of, saved_as
 from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
@@ -147,14 +149,24 @@ class SavedWeights:
         One parameter at a time is in memory.
 
         Raises:
-            ModelError: the checkpoint lacks a parameter of the model, or has another number of layers or experts.
+            ModelError: the checkpoint lacks a parameter of the model, has another number of layers or experts, or has a
+                tensor of another shape.
             UnreadableError: a parameter cannot be read.
         """
         self._check_layers()
+        shapes = expected_shapes(self._model)
         for keys, member, slot in self._parts():
             parts = [self._read(key, member) for key in keys]
             parameter = parts[0] if len(parts) == 1 else torch.cat(parts)
-            yield from zip(slot.names, slot.tensors([parameter]), strict=True)
+            for name, tensor in zip(slot.names, slot.tensors([parameter]), strict=True):
+                whole, piece = tensor_and_piece(name)
+                needed = shapes[whole] if piece is None else shapes[whole][1:]
+                if tuple(tensor.shape) != needed:
+                    raise ModelError(
+                        f"{self._path} has shape {list(tensor.shape)} for {name}, and the model that its configuration "
+                        f"describes needs {list(needed)}."
+                    )
+                yield name, tensor
 
     def _check_layers(self) -> None:
         """Refuses layers that the model does not have. :meth:`_read` refuses a checkpoint that has too few."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,13 @@ def test_a_checkpoint_with_another_number_of_layers_is_refused(
     save(tensors, storage_writer=FileSystemWriter(tmp_path / "other"), no_dist=True)
     with pytest.raises(ModelError, match=rf"shape \[{layers}, 32\] for {NORM}, but .* would be 2\."):
         list(SavedWeights(tmp_path / "other", model).tensors())
+
+
+def test_a_checkpoint_with_fewer_token_ids_than_the_model_is_refused(saved: tuple[Path, ModelDescription]) -> None:
+    path, model = saved
+    known = family_models.VOCABULARY
+    with pytest.raises(ModelError, match=rf"has shape \[{known}, 32\] for model\.embed_tokens\.weight, .* \[80, 32\]"):
+        next(SavedWeights(path, replace(model, vocabulary=80)).tensors())
 
 
 def test_a_checkpoint_with_a_key_for_each_layer_and_more_layers_is_refused(tmp_path: Path) -> None:
