@@ -26,6 +26,8 @@ SMALL = {
     "model__hybrid__value_dim": 8,
 }
 
+STEPS = 3
+
 
 def _config(**changed: object) -> object:
     return parse_run_config(arguments(**SMALL | changed))
@@ -36,7 +38,7 @@ def _config(**changed: object) -> object:
 def test_runs_train_and_go_on_with_tensor_parallel_ranks_or_in_stages(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     whole_documents = {"cad__enabled": False}
-    both = {"output": tmp_path, "data__path": texts, "train__steps": 4}
+    both = {"output": tmp_path, "data__path": texts, "train__steps": STEPS}
     gates = {"model__hybrid__output_gate": True, "model__qk_norm": True}
     delta = arguments(**SMALL | both | gates, name="delta", log__timeline_steps="[2,3]")
     mamba = arguments(**SMALL | both | {"model__hybrid__pattern": "M*"}, name="mamba", train__recompute="all")
@@ -48,10 +50,10 @@ def test_runs_train_and_go_on_with_tensor_parallel_ranks_or_in_stages(tmp_path: 
     in_stages = [*cut_mamba[:-2], "--checkpoint.resume", "latest", "--parallel.pp", "2", *same_batch[2:]]
     runs = [delta, mamba, home, cut, goes_on, cut_mamba, in_stages]
     whole, others, packed, _, resumed, _, staged = (Path(each) for each in run_ranks(2, train_all, runs)[0])
-    assert steps_of(packed)[4] < steps_of(packed)[1]
-    assert min(steps_of(others).values()) == steps_of(others)[4] < steps_of(others)[1]
+    assert steps_of(packed)[STEPS] < steps_of(packed)[1]
+    assert min(steps_of(others).values()) == steps_of(others)[STEPS] < steps_of(others)[1]
     for expected, found in ((steps_of(whole), steps_of(resumed)), (steps_of(others), steps_of(staged))):
-        assert found.keys() <= expected.keys() and 4 in found
+        assert found.keys() <= expected.keys() and STEPS in found
         assert all(found[step] == pytest.approx(expected[step], rel=1e-5) for step in found)
     check_bytes(whole)
 

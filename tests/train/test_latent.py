@@ -36,6 +36,7 @@ EXPERTS = {
     "model__experts__score": "sigmoid",
     "model__experts__bias": True,
 }
+STEPS = 3
 YARN = {"kind": "yarn", "factor": 4, "original_length": 32}
 
 
@@ -43,7 +44,7 @@ YARN = {"kind": "yarn", "factor": 4, "original_length": 32}
 @pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19")
 def test_runs_train_and_go_on_with_other_ranks(tmp_path: Path) -> None:
     """A checkpoint of two expert-parallel ranks goes on with two tensor-parallel ones."""
-    both = SMALL | EXPERTS | {"output": tmp_path, "data__path": write_texts(tmp_path / "texts"), "train__steps": 4}
+    both = SMALL | EXPERTS | {"output": tmp_path, "data__path": write_texts(tmp_path / "texts"), "train__steps": STEPS}
     low = both | {"model__latent__q_rank": 8, "model__latent__score_magnitude": 1.0, "parallel__ep": 2}
     low |= {f"model__rope_scaling__{name}": value for name, value in YARN.items()}
     whole, home = (arguments(**low, name="low"), arguments(**both, name="home", cad__enabled=False))
@@ -53,9 +54,9 @@ def test_runs_train_and_go_on_with_other_ranks(tmp_path: Path) -> None:
     staged = [*arguments(**both, name="staged"), "--parallel.pp", "2", *same_batch[2:]]
     runs = [whole, home, cut, goes_on, staged]
     first, packed, _, resumed, in_stages = (steps_of(Path(run)) for run in run_ranks(2, train_all, runs)[0])
-    assert first[4] < first[1] and packed[4] < packed[1]
-    assert 4 in resumed and resumed == pytest.approx({step: first[step] for step in resumed}, rel=1e-5)
-    assert in_stages[4] < in_stages[1]
+    assert first[STEPS] < first[1] and packed[STEPS] < packed[1]
+    assert STEPS in resumed and resumed == pytest.approx({step: first[step] for step in resumed}, rel=1e-5)
+    assert in_stages[STEPS] < in_stages[1]
 
 
 @pytest.mark.parametrize(

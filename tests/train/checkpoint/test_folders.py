@@ -77,8 +77,8 @@ def root(first: Path) -> Path:
     """The same with runs in runs/ and exports beside it."""
     root = first
     runs = [
-        _line(root, name="whole", train__steps=4, checkpoint__export=root / "e1"),
-        _line(root, name="half", train__steps=2),
+        _line(root, name="whole", train__steps=2, checkpoint__export=root / "e1"),
+        _line(root, name="half", train__steps=1),
         _line(
             root,
             name="requeued",
@@ -90,10 +90,10 @@ def root(first: Path) -> Path:
         ),
     ]
     resumed = [
-        _line(root, checkpoint__resume=root / "runs" / "half-on-tp2", train__steps=4),
-        _line(root, checkpoint__resume=root / "runs" / "half-on-tp1", train__steps=4, parallel__tp=1, parallel__pp=2),
-        _line(root, checkpoint__resume=root / "runs" / "whole", train__steps=4, checkpoint__export=root / "e3"),
-        _line(root, checkpoint__resume=root / "runs" / "whole", train__steps=4, checkpoint__export=root / "e3"),
+        _line(root, checkpoint__resume=root / "runs" / "half-on-tp2", train__steps=2),
+        _line(root, checkpoint__resume=root / "runs" / "half-on-tp1", train__steps=2, parallel__tp=1, parallel__pp=2),
+        _line(root, checkpoint__resume=root / "runs" / "whole", train__steps=2, checkpoint__export=root / "e3"),
+        _line(root, checkpoint__resume=root / "runs" / "whole", train__steps=2, checkpoint__export=root / "e3"),
     ]
     run_ranks(4, _train, root, runs, resumed)
     return root
@@ -115,7 +115,7 @@ def test_a_run_with_nothing_to_resume_begins_with_the_weights_and_writes_them_in
 def test_a_finished_run_writes_the_folder_that_it_lacks(root: Path) -> None:
     expected, got = _tensors(root / "e1"), _tensors(root / "e3")
     assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
-    resumed = {"checkpoint__resume": root / "runs" / "whole", "train__steps": 4}
+    resumed = {"checkpoint__resume": root / "runs" / "whole", "train__steps": 2}
     _checked(root, checkpoint__export=root / "e3", **resumed)
     for other in ("texts", "first"):  # which was there before the run
         with pytest.raises(ConfigError, match=f"{other}, which is not empty"):
@@ -151,10 +151,10 @@ def test_the_folder_may_be_gone_when_a_run_resumes(root: Path, tmp_path: Path) -
     run = root / "runs" / "whole"
     text = (run / "config.yaml").read_text().replace(str(root / "first"), str(tmp_path / "gone"))
     (tmp_path / "config.yaml").write_text(text)
-    line = ["--config", str(tmp_path / "config.yaml"), "--train.steps", "5"]
+    line = ["--config", str(tmp_path / "config.yaml"), "--train.steps", "3"]
     config = parse_run_config([*line, "--checkpoint.export", str(tmp_path / "e"), "--checkpoint.resume", str(run)])
     _, checkpoint = _check(config, 4)
-    assert checkpoint is not None and checkpoint.step == 4 and config.model.qk_norm
+    assert checkpoint is not None and checkpoint.step == 2 and config.model.qk_norm
     with pytest.raises(ModelError, match="gone is no folder"):
         parse_run_config(line)
 
@@ -212,7 +212,7 @@ def _loads(folder: Path, imported: Path) -> bool:
     [
         ("{root}/nowhere --output {tmp}/e", "{root}/nowhere has no complete checkpoint"),
         ("{root}/runs/whole --output {root}/first", "--output is {root}/first, which is not empty"),
-        ("{root}/runs/whole --output {tmp}/e --step 3", "--step is 3, but {root}/runs/whole has checkpoints after 4."),
+        ("{root}/runs/whole --output {tmp}/e --step 1", "--step is 1, but {root}/runs/whole has checkpoints after 2."),
     ],
 )
 def test_mistakes_of_the_command(
@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(
 
 def test_a_damaged_checkpoint_is_not_exported(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(root / "runs" / "whole", tmp_path / "whole")
-    shard = tmp_path / "whole" / "checkpoints" / "step_000004" / "__1_0.distcp"
+    shard = tmp_path / "whole" / "checkpoints" / "step_000002" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 0x40
     shard.write_bytes(content)
@@ -261,10 +261,10 @@ def test_code_in_a_checkpoint_is_not_run_by_an_export(
 ) -> None:
     run = tmp_path / "whole"
     shutil.copytree(root / "runs" / "whole", run)
-    checkpoint = run / "checkpoints" / "step_000004"
+    checkpoint = run / "checkpoints" / "step_000002"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(_Touches(tmp_path / "ran")))
     if checksums:
-        RunFolder(run).mark_complete(4)  # which fit
+        RunFolder(run).mark_complete(2)  # which fit
     else:
         shutil.copy(run / "config.yaml", checkpoint)
         (checkpoint / "COMPLETE").unlink()
@@ -273,7 +273,7 @@ def test_code_in_a_checkpoint_is_not_run_by_an_export(
     assert not (tmp_path / "ran").exists() and not (tmp_path / "e").exists()
     said = " ".join(capfd.readouterr().err.split())
     assert ended.value.code == 2 and "Traceback" not in said
-    assert "step_000004 is damaged: it names posix.system, which is no part of a checkpoint and was not run." in said
+    assert "step_000002 is damaged: it names posix.system, which is no part of a checkpoint and was not run." in said
     assert ("with --step." in said) == checksums
 
 
