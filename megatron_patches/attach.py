@@ -41,6 +41,7 @@ def check_attachable(model: LanguageModule, config: TransformerConfig, given: Ca
     """
     options, pattern = given.model_options, given.hybrid_layer_pattern
     check_bare(model, pattern)
+    check_same_config(model, config)  # first, as later checks rely on equally many layers
     if pattern:
         from megatron_patches.support.hybrid_model import check_hybrid_model
 
@@ -48,7 +49,6 @@ def check_attachable(model: LanguageModule, config: TransformerConfig, given: Ca
     else:
         check_model(model, SplitTransformerLayer if given.own_layers(config) else TransformerLayer, options)
         check_own_rotary(model, options)
-    check_same_config(model, config)
     if LayerKinds.of(model.config, options.score_softcap, pattern) != kinds:
         raise SupportError(
             "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, and "

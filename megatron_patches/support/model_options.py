@@ -35,6 +35,9 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
 
     A layer uses them if ``rotations`` is empty or its entry is None, and ``no_rope_freq`` does not skip the layer.
 
+    Args:
+        model: built with the configuration for which :func:`check_model_options` accepted ``options``.
+
     Raises:
         SupportError: no layer uses the model's frequencies, which are not the default.
     """

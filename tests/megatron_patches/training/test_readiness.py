@@ -241,6 +241,7 @@ def _mixed() -> dict[str, Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from distca import CAD
+    from megatron_patches.model.model_options import ModelOptions, Rotary
 
     (cad, ddp, step), (resends, resending, resent) = _wrapped(), _wrapped(backward="resend")
     whole = _wrapped(ping_pong=False)[2]
@@ -257,6 +258,11 @@ def _mixed() -> dict[str, Any]:
     other.softmax_scale = 0.5
     cad = CAD(config, tokens_per_rank=60)
     said["configuration"] = _said(cad.attach, _built(cad, other, shape.vocabulary))
+    rotations = (Rotary(base=500.0),) * config.num_layers
+    rotated = CAD(config, tokens_per_rank=60, model_options=ModelOptions(rotations=rotations))
+    for name, more in {"fewer layers": -1, "more layers": 1}.items():
+        other, _ = _config(num_layers=config.num_layers + more)
+        said[name] = _said(rotated.attach, _built(rotated, other, shape.vocabulary))
     early = cad.plan_step([[np.arange(5)]])
     large = cad.attach(_built(cad, config, 100))
     said["early"] = _trained(cad, cad.data_parallel(large), early)
@@ -482,6 +488,8 @@ def test_steps_and_models_of_another_cad_are_refused_where_something_differs(fou
         assert said["model"] == "The model was attached by another CAD: run it with the CAD that attached it."
         assert said["own"] == said["of a CAD alike"] == ""
         assert said["configuration"].startswith("The model was built with softmax_scale 0.5, but the CAD with None")
+        for name in ("fewer layers", "more layers"):
+            assert said[name].startswith("The model was built with num_layers ")
         assert said["early"].startswith("The step was planned before any model was attached, and the model has 100")
         assert said["large"].startswith("The step was planned for 100 token ids, and the model has 50")
         assert said["wrapped by hand"].endswith(
