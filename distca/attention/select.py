@@ -104,9 +104,10 @@ def _by_kernel(said: Sequence[tuple[str, str]]) -> str:
 
 def find_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") -> Choice:
     """Does the same as :func:`choose_kernel`, with the reasons in the result and not in the log."""
-    if name not in NAMES:
-        raise KernelError(f"{setting} is '{name}'; it can be {', '.join(NAMES)}.")
     # Ranks may have different names, so all exchange their reasons equally often.
+    unknown = first_objection(None if name in NAMES else f"{setting} is '{name}'; it can be {', '.join(NAMES)}")
+    if unknown is not None:
+        raise KernelError(f"{unknown}.")
     found = _fastest(spec) if name == "auto" else _named(name, spec)
     objection = first_objection(None if isinstance(found, Choice) else found)
     if isinstance(found, Choice) and objection is None:

@@ -47,3 +47,12 @@ def test_a_machine_on_which_the_reference_is_wrong_too_is_a_sentence(monkeypatch
     monkeypatch.setattr(select, "check", lambda kernel, spec: Verdict("o is far off"))
     with pytest.raises(KernelError, match=r"can run: .*reference: its self-check refuses it, as o is far off\. Run"):
         choose_kernel("auto", AttentionSpec(2, 1, 8, torch.float32, torch.device("cpu")))
+
+
+def test_an_unknown_name_is_said_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(2, 1, 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(KernelError, match=r"^`kernel` is 'flash5'; it can be auto, flash4, torch, reference\.$"):
+        choose_kernel("flash5", spec)
+    monkeypatch.setattr(select, "first_objection", lambda mine: mine or "on rank 1, `kernel` is 'flash5'")
+    with pytest.raises(KernelError, match=r"^on rank 1, `kernel` is 'flash5'\.$"):
+        choose_kernel("auto", spec)
