@@ -167,7 +167,7 @@ def busiest_rank(made: MicroBatchPlan) -> Busiest:
 def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
     """Returns the row on bytes that travel between nodes; none where all ranks are on one node."""
     links = made.step.options.links
-    nodes = links.nodes(made.nano_batches[0].layout.ranks)
+    nodes = links.nodes(made.step.options.pool_ranks)
     if nodes[-1] == 0:
         return []
     moved = [(nano.share, traffic(nano.forward, links)) for nano in made.every_nano_batch]
@@ -237,9 +237,9 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
     top = (1.05 + 0.1 * several * len(names)) * max(float(each.sum(axis=0).max()) for each in series)
     unit = "attention ms, mean of all layers" if several else "attention ms, one layer"
     for axes, by_kind, title in zip((before, after), series, ("documents in order, at home", "planned"), strict=True):
-        below = np.zeros(ranks)
+        below = np.zeros(made.step.options.pool_ranks)
         for name, milliseconds, color in zip(names, by_kind, colors_of(names), strict=True):
-            axes.bar(np.arange(ranks), milliseconds, 1.0, below, label=name if several else None, color=color)
+            axes.bar(np.arange(len(below)), milliseconds, 1.0, below, label=name if several else None, color=color)
             below = below + milliseconds
         axes.axhline(float(below.mean()), color="black", linewidth=0.8, label="mean")
         axes.set(title=title, xlabel="rank", ylabel=f"{unit}, forward and backward", ylim=(0, top))
@@ -253,10 +253,9 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
 
 
 def seconds_by_home(made: MicroBatchPlan) -> np.ndarray:
-    """[R, R] forward seconds of one layer by home rank and server, over all nano-batches; a task that spans home ranks
-    is split by its rows."""
-    ranks = made.nano_batches[0].layout.ranks
-    matrix = np.zeros((ranks, ranks))
+    """[R, S] forward seconds of one layer by home rank and server, over all nano-batches; a task that spans home ranks
+    is split by its rows. Servers without a model come last."""
+    matrix = np.zeros((made.nano_batches[0].layout.ranks, made.step.options.pool_ranks))
     for nano in made.every_nano_batch:
         tasks = nano.forward.tasks
         length, reads = tasks.stop - tasks.start, nano.forward.q_reads

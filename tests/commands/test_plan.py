@@ -15,6 +15,13 @@ from distca.plan.cost.table_file import TABLES
 TABLE = TABLES / "cpu_reference_4x2x32.json"
 
 
+def test_servers_without_a_model_are_drawn_and_lie_on_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    plan("pretrain", 2, servers=2, tokens_per_rank=16_384, ranks_per_node=2, nano_batches=2, picture=str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "between 2 nodes, forward, 1 layer" in " ".join(capsys.readouterr().out.replace("│", "").split())
+
+
 def test_the_command_prints_the_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths, picture = tmp_path / "lengths.txt", tmp_path / "new" / "plan.png"
     lengths.write_text("\ufeff100000\n4000\n\n6000\n")
