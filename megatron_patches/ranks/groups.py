@@ -33,8 +33,9 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
         ep: number of expert-parallel ranks.
 
     Raises:
-        SupportError: ``ep`` does not divide the number of ranks of a stage.
+        SupportError: ``ep`` does not divide the number of ranks of a stage. Groups that exist are kept.
     """
+    check_expert_groups(dist.get_world_size() // pp, ep)
     if parallel_state.model_parallel_is_initialized():
         sizes = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -45,7 +46,6 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
             model_parallel_cuda_manual_seed(seed + pipeline_seed(), force_reset_rng=True)
             return
         destroy_model_parallel()
-    check_expert_groups(dist.get_world_size() // pp, ep)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,

@@ -6,9 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from distca.cluster.timeout import TIMEOUT
+from distca.errors import SupportError
 from distca.testing.ranks import run_ranks
 
 SIZES = ((1, 2), (1, 2), (2, 1), (1, 2))
@@ -39,6 +41,9 @@ def _seeded_and_pooled(seed: int) -> list[dict[str, Any]]:
         dist.all_reduce(number, group=pool)
         groups = len(dist.distributed_c10d._world.pg_map)
         found.append({"states": states, "pool": dist.get_process_group_ranks(pool), "sum": number, "groups": groups})
+    with pytest.raises(SupportError, match="expert_model_parallel_size is 2, which does not divide the 1 ranks"):
+        initialize_model_parallel(1, 2, seed, ep=2)
+    assert server_pool_group() is pool, "a refused call has closed the groups"
     Agreement()  # which makes one more
     made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     found[-1]["timeouts"] = {group._get_backend(torch.device("cpu")).options._timeout for group in made}
