@@ -128,3 +128,13 @@ def test_an_export_has_the_settings_that_its_checkpoint_was_saved_with(run: RunF
     later.write_text("{}")
     assert _checkpoint_of(run.path, None) == (run.checkpoint_path(30), later)
     assert _checkpoint_of(run.path, 20) == (run.checkpoint_path(20), run.config)
+
+
+def test_a_folder_that_is_no_runs_is_no_wrong_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = _refused(capsys, "export", tmp_path, "--output", tmp_path / "new")
+    assert "has no complete checkpoint" in said and "next step: change the option that is named" in said
+
+
+def test_a_mark_of_damage_counts_whatever_is_in_it(run: RunFolder) -> None:
+    (run.checkpoint_path(30) / "DAMAGED").write_bytes(b"\xff")
+    assert newest_intact(run) == Checkpoint(20, run.checkpoint_path(20))

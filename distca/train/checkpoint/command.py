@@ -94,7 +94,7 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
     root, target = Path(run), Path(output)
     path, settings = _checkpoint_of(root, step)
     if not settings.is_file():
-        raise ModelError(
+        raise OptionError(
             f"{root} has no {settings.name}, without which the model is unknown; give the folder of a run."
         )
     config = parse_run_config(["--config", str(settings), "--checkpoint.resume", run])
@@ -165,7 +165,7 @@ def _checkpoint_of(root: Path, step: int | None) -> tuple[Path, Path]:
         return root, folder.config
     checkpoints = {each.step: each.path for each in folder.checkpoints()}
     if not checkpoints:
-        raise ModelError(f"{root} has no complete checkpoint; give the folder of a run that saved one.")
+        raise OptionError(f"{root} has no complete checkpoint; give the folder of a run that saved one.")
     if step is not None and step not in checkpoints:
         raise OptionError(f"--step is {step}, but {root} has checkpoints after {', '.join(map(str, checkpoints))}.")
     chosen = max(checkpoints) if step is None else step

@@ -68,7 +68,8 @@ def check_undamaged(checkpoint: Path) -> None:
         DamagedCheckpointError: naming the first file that differs, or what a checksum has shown before.
     """
     with suppress(OSError):  # a full disk may have left it empty
-        raise damaged(checkpoint, (checkpoint / DAMAGED).read_text(encoding="utf-8") or "a checksum was wrong")
+        said = (checkpoint / DAMAGED).read_text(encoding="utf-8", errors="replace")
+        raise damaged(checkpoint, said or "a checksum was wrong")
     check_sizes(checkpoint)
 
 
