@@ -158,7 +158,14 @@ class SavedWeights:
         for keys, member, slot in self._parts():
             parts = [self._read(key, member) for key in keys]
             parameter = parts[0] if len(parts) == 1 else torch.cat(parts)
-            for name, tensor in zip(slot.names, slot.tensors([parameter]), strict=True):
+            try:
+                tensors = slot.tensors([parameter])
+            except RuntimeError as error:  # torch's, for a parameter that cannot be split into the tensors
+                raise ModelError(
+                    f"{self._path} has shape {list(parameter.shape)} for {keys[0]}, which does not fit the model that "
+                    f"its configuration describes ({str(error).splitlines()[0]})."
+                ) from None
+            for name, tensor in zip(slot.names, tensors, strict=True):
                 whole, piece = tensor_and_piece(name)
                 needed = shapes[whole] if piece is None else shapes[whole][1:]
                 if tuple(tensor.shape) != needed:

@@ -98,6 +98,17 @@ def test_a_checkpoint_with_fewer_token_ids_than_the_model_is_refused(saved: tupl
         next(SavedWeights(path, replace(model, vocabulary=80)).tensors())
 
 
+def test_a_checkpoint_with_fewer_heads_than_the_model_is_refused(
+    tmp_path: Path, saved: tuple[Path, ModelDescription]
+) -> None:
+    _, model = saved
+    name = "decoder.layers.self_attention.linear_qkv.weight"
+    tensors = {NAME: torch.ones(family_models.VOCABULARY, 32), NORM: torch.ones(2, 32), name: torch.ones(2, 64, 32)}
+    save(tensors, storage_writer=FileSystemWriter(tmp_path / "other"), no_dist=True)
+    with pytest.raises(ModelError, match=rf"has shape \[64, 32\] for {name}, which does not fit the model"):
+        list(SavedWeights(tmp_path / "other", replace(model, heads=8)).tensors())
+
+
 def test_a_checkpoint_with_a_key_for_each_layer_and_more_layers_is_refused(tmp_path: Path) -> None:
     """As checkpoints of models with experts have."""
     family_models.write_folder("mixtral", tmp_path / "first")
