@@ -52,17 +52,17 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not(tmp_path: 
     """By a signal to one rank only, while a checkpoint is written; then by its time; then there is nothing to do."""
     write_texts(tmp_path / "texts")
     line = arguments(name="told", output=tmp_path, data__path=tmp_path / "texts", checkpoint__resume="auto")
-    line = [*line, "--train.steps", "12"]
-    whole = arguments(name="whole", output=tmp_path, data__path=tmp_path / "texts", train__steps=12)
+    line = [*line, "--train.steps", "7"]
+    whole = arguments(name="whole", output=tmp_path, data__path=tmp_path / "texts", train__steps=7)
     run_ranks(2, train_all, [whole])
-    told = run_with_fault(tmp_path, "told", *line, "--checkpoint.save_every", "1", "--log.timeline_steps", "[2,12]")
+    told = run_with_fault(tmp_path, "told", *line, "--checkpoint.save_every", "1", "--log.timeline_steps", "[2,7]")
     assert told.code == 0, told.said
-    assert "Ended by SIGTERM after step" in told.said[0] and "of 12; RESUME=auto" in told.said[0]
+    assert "Ended by SIGTERM after step" in told.said[0] and "of 7; RESUME=auto" in told.said[0]
     assert "Ended by" not in told.said[1], "once for all ranks"
     _, saved = RunFolder(tmp_path / "told").checkpoints()
     assert saved.step == 4, "the step during which it came, and the one in which ranks told each other"
     run_ranks(2, train_all, [[*line, "--train.time_limit", "1e-6"], line, line], timeout=100)
-    assert [each.step for each in RunFolder(tmp_path / "told").checkpoints()] == [saved.step + 1, 12]
+    assert [each.step for each in RunFolder(tmp_path / "told").checkpoints()] == [saved.step + 1, 7]
     assert not (tmp_path / "told-2").exists()
     recorded = json.loads((tmp_path / "told" / "timeline.json").read_text())["traceEvents"]
     steps = {event["name"] for event in recorded if event["name"].startswith("step ")}
