@@ -395,8 +395,8 @@ class CAD:
             return step
         if self._remote.wants_change():
             self._remote.change(self._terms_of_change)
-        if step.generation == self._remote.generation:
-            return step
+        if not isinstance(step, Step) or step.generation == self._remote.generation:
+            return step  # the check of the model and the step refuses what is no Step
         again = on_all_ranks(partial(self._make_step, 0, step.documents, dealt=True))
         return replace(again, waited_ms=step.waited_ms, queued=step.queued)
 
