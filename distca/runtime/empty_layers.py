@@ -123,7 +123,11 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
 
 
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Takes part in a backward phase without a micro-batch; ``routes`` are this rank's transfers in each layer."""
+    """Takes part in a backward phase without a micro-batch, for which rows are sent again (*resend*).
+
+    Args:
+        routes: this rank's transfers in each layer.
+    """
     above: list[AttentionCall | RecurrentCall] = []
     for number, (layer, of_layer) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
         calls: list[AttentionCall | RecurrentCall] = []
@@ -145,7 +149,13 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
 
 
 def serve_step(pool: AttentionPool, layer: EmptyLayer, plan: StepPlan, routes: StepRoutes, forward_only: bool) -> None:
-    """Computes a server's part of a step; ``layer`` stands in for each of the model's layers with attention."""
+    """Computes the part of a server without a model in a step.
+
+    With one stage, autograd runs backward, for which the server may keep rows. With several stages rows are sent again.
+
+    Args:
+        layer: stands in for each of the model's layers with attention.
+    """
     if plan.options.stages == 1:
         for of_layers in routes.own:
             _serve_micro_batch(pool, layer, plan.options, of_layers, forward_only)
