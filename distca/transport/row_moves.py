@@ -1,6 +1,7 @@
 """The index tensors with which a rank sends rows of q, k, v, outputs or gradients, and stores received rows.
 
-Recurrent layers (linear attention, SSM) use the same moves; their "server" is the rank that receives rows in forward.
+Recurrent layers (linear attention, SSM) use the same moves; their "server" is the rank that receives rows on the way
+there.
 
 - home: the rank that holds a row between layers.
 - server: a rank that computes attention. It gets q, k and v rows from homes, into a buffer.
@@ -145,7 +146,8 @@ class RowMoves:
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
         """Writes the received rows ``packed`` to ``destination``, or adds them to it if a row gets several values.
 
-        Callers must call :meth:`copy_kept` first, because received rows are added to kept rows."""
+        Callers must call :meth:`copy_kept` first, because received rows are added to kept rows. A row that gets several
+        values, none of them kept, must hold zeros before."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
         else:
@@ -156,7 +158,7 @@ class RowMoves:
 class Reduction:
     """The additions of packed rows that come back to a home.
 
-    A home row is *single* if it gets one value, and *shared* if it gets more. A value that is in the row before counts.
+    A home row is *single* if it gets one value, and *shared* if it gets more. A kept value counts as one of these.
 
     Example: packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1] and ``single_home``
     is [9]. Row 5 is shared: ``shared_home`` is [5], ``copies`` is [0, 2] and ``borders`` is [0, 2]. ``rounds`` is

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class UnreadableError(Exception):
-    """A checkpoint cannot be read. The message gives the reason without the folder's name."""
+    """A checkpoint cannot be read. The message gives the reason, to which callers add which checkpoint it is."""
 
 
 def check_small_files(checkpoint: Path) -> Metadata:

@@ -47,7 +47,8 @@ class LayerKinds:
             pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
 
         Raises:
-            SupportError: ``window_size``, ``window_attn_skip_freq`` or ``linear_attention_freq`` has a wrong form.
+            SupportError: ``window_size``, ``window_attn_skip_freq`` or ``linear_attention_freq`` has a wrong form, or
+                ``linear_attention_freq`` would make all layers recurrent or none.
         """
         units = units_of(config, pattern)
         kinds = [kind_of_layer(config, unit.layer_number, softcap) for unit in units if unit.symbol == ATTENTION]
@@ -99,7 +100,7 @@ def _has_window(config: TransformerConfig, layer_number: int) -> bool:
         return True
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return layer_number % every != 0
-    if isinstance(every, list | tuple) and len(every) == config.num_layers and set(every) <= {0, 1}:
+    if isinstance(every, list | tuple) and len(every) == config.num_layers and all(each in (0, 1) for each in every):
         return bool(every[layer_number - 1])
     raise SupportError(
         f"window_attn_skip_freq is {every!r}, but the model has {config.num_layers} layers: set it to a number N, so "

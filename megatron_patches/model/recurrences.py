@@ -35,7 +35,8 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     every = config.linear_attention_freq
     if isinstance(every, int) and not isinstance(every, bool) and 1 < every <= config.num_layers:
         return layer_number % every != 0
-    if isinstance(every, list | tuple) and len(every) == config.num_layers and set(every) == {0, 1}:
+    listed = isinstance(every, list | tuple) and len(every) == config.num_layers
+    if listed and 0 in every and 1 in every and all(each in (0, 1) for each in every):
         return bool(every[layer_number - 1])
     raise SupportError(
         f"linear_attention_freq is {every!r}, but the model has {config.num_layers} layers, of which some must have "

@@ -48,7 +48,7 @@ def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def do_without_triton() -> None:
-    """Puts a stub in place of Megatron's module of Triton kernels, if Triton is missing.
+    """Puts a stub in place of Megatron's kernels for stashing rows of experts (paged_stash), if Triton is missing.
 
     Newer versions of Megatron import that module with every model, but only experts on GPUs need it.
     """

@@ -31,7 +31,7 @@ _HALVINGS = 16
 """The steps of the bisection in :meth:`_Documents.heads`. After 16 steps the error is a 65,536th of the rank's longest
 document."""
 _NEARLY = 0.02
-"""A rank's work in ping may be below the intended work by this part of the intended work."""
+"""A rank's work, or surplus, in ping may be below the intended one by this part of the intended one."""
 
 _LEVELLINGS = 2
 """The most tries to give ping the same part of every rank's work. A further try aims at a smaller part."""
@@ -129,8 +129,8 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # These ranks need more than one cut. All of a rank's documents are cut if ping's work is then nearer to the
-            # wanted work.
+            # These ranks need more than one cut. "heads" cuts all documents of a rank at one row number, or at one part
+            # of their rows. That counts if ping's work is then nearer to the wanted work.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])

@@ -59,6 +59,7 @@ def test_kinds_of_layers():
         ({"window_size": 128}, "window_size is 128"),
         ({"window_size": (7, 0), "window_attn_skip_freq": [1, 0]}, r"window_attn_skip_freq is \[1, 0\]"),
         ({"window_size": (7, 0), "window_attn_skip_freq": 0}, "window_attn_skip_freq is 0"),
+        ({"window_size": (7, 0), "window_attn_skip_freq": [[1], 0, 0, 1]}, r"window_attn_skip_freq is \[\[1\], 0"),
     ],
 )
 def test_windows_that_are_none_are_refused(fields, named):

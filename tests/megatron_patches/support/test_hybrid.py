@@ -72,6 +72,7 @@ def test_models_without_either_are_not_looked_at() -> None:
         ({"linear_attention_freq": 1}, {}, "linear_attention_freq is 1, but"),
         ({"linear_attention_freq": 5}, {}, "set it to a number N from 2 to 4"),
         ({"linear_attention_freq": [1, 1, 1, 1]}, {}, "of which some must have softmax attention"),
+        ({"linear_attention_freq": [[1], 0, 0, 1]}, {}, "of which some must have softmax attention"),
         ({}, {"options": ModelOptions(norms="post")}, "`model_options` are not the defaults"),
         ({}, {"disaggregate": False}, "`disaggregate` is False: set it to True"),
         ({}, {"offload": True}, "`offload` is True: set it to False"),
