@@ -28,7 +28,7 @@ GIB_PER_RANK = 16
 """A GPU has one rank at a time for so many GiB of its memory: four on an H100, eight on an H200. In much of a case only
 the CPU works."""
 RANKS_ON_CPUS = 4
-"""The most ranks at a time where there are no GPUs."""
+"""The most ranks at a time where there are no GPUs, or for each GPU that a test pretends to have."""
 IDLE_S = 10.0
 """Seconds that a world without a case is kept for those of files that begin late."""
 STARTED_S = 300.0
@@ -67,11 +67,7 @@ class Worlds:
         self.failures: list[str] = []
         """How ranks failed that had done their cases."""
         self._spool, self._gpus, self._until, self._record = spool, gpus, until, record
-        self._free = (
-            gpus * int(torch.cuda.get_device_properties(0).total_memory / 2**30 / GIB_PER_RANK)
-            if gpus
-            else RANKS_ON_CPUS
-        )
+        self._free = _ranks_of_gpu() * max(1, gpus)
         self._places = self._free
         self._seen: set[Path] = set()
         self._queues: dict[Sort, list[tuple[Path, Asked]]] = {}
@@ -212,6 +208,13 @@ class Worlds:
             with self._lock, self._record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         logger.info("%s", line)
+
+
+def _ranks_of_gpu() -> int:
+    """The most ranks on a GPU, or on the CPUs, at a time."""
+    if not torch.cuda.is_available():
+        return RANKS_ON_CPUS
+    return int(torch.cuda.get_device_properties(0).total_memory / 2**30 / GIB_PER_RANK)
 
 
 def _gpus(first: int, ranks: int, count: int) -> list[int]:
