@@ -160,7 +160,8 @@ class CAD:
 
     def _terms(self) -> PoolTerms:
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
-        # layers: the numbers, from 0, of a stage's layers with attention. Every stage has the same numbers.
+        # layers: the numbers, from 0, of a stage's layers with attention, which are the same in every stage; empty if
+        # no layer of the model is recurrent.
         of_stage = self._kinds.recurrences[: len(self._kinds.recurrences) // self._stages]
         layers = tuple(number for number, recurrence in enumerate(of_stage) if recurrence is None)
         return PoolTerms(self.options, spec, self._how, layers)
@@ -211,8 +212,9 @@ class CAD:
         """Returns the spec with which to build a GPTModel.
 
         Args:
-            layer: Megatron's spec of a dense layer, "local" or Transformer Engine's; None takes the local spec. If CAD
-                chose Transformer Engine's linear layers, these replace the linear layers of a local spec.
+            layer: Megatron's spec of a layer without experts, "local" or Transformer Engine's; None takes the local
+                spec. The configuration's experts take the place of its MLP. If CAD chose Transformer Engine's linear
+                layers, these replace the linear layers of a local spec.
 
         Raises:
             SupportError: the spec is for layers that are not supported; the spec has Transformer Engine's linear
@@ -363,6 +365,7 @@ class CAD:
                 with other options planned the step; or ``forward_step`` or the loss function returned values of
                 another form.
             TransportError: rows do not fit NVSHMEM's memory, and ``transport`` allows no other way.
+            PlanError: after a server without a model left or came, the step could not be planned again.
             LaunchError: after a server without a model left or came, the pool could not form again.
 
         Returns:
@@ -373,7 +376,7 @@ class CAD:
         while True:
             step = self._with_present_servers(step)
             check = partial(check_ready, model, step, self.pool, self.options, forward_only=forward_only)
-            # Later steps leave this out, in which ranks would wait for each other.
+            # In the first step ranks agree on what one of them refuses. In later ones they would wait for each other.
             check() if forward_only in self._steps_begun else on_all_ranks(check)
             self._steps_begun.add(forward_only)
             counted = made_ready(model, step, forward_step, forward_only=forward_only)
@@ -478,8 +481,8 @@ class CAD:
         """Returns how tokens were spread over experts in all training since the last call of this method.
 
         The keys are the numbers of this stage's layers with experts. Layers are numbered from 1 in the whole model. All
-        ranks of the stage get equal results. Megatron's own figures, such as those of ``track_moe_metrics``, stay 0,
-        and a warning says so.
+        ranks of the stage get equal results. Megatron's own figures, such as those of ``track_moe_metrics``, are
+        missing or 0, and a warning says so.
         """
         loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
         return loads

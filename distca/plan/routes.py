@@ -160,8 +160,8 @@ def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segm
     holds from the first. A server copies nothing if its tasks share no rows, and need no rows from the previous part.
     ``peer`` is the server of each copy. ``Routes.__init__`` explains the arguments."""
     # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. Two
-    # copies become one if their rows follow each other in the buffer and in the regions. "is_last" says whether a task
-    # is the last one of its context.
+    # copies become one if their rows follow each other in the buffer and in the regions. Both must be for the last
+    # task of a context, which "is_last" marks.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
     is_last = np.append(context[1:] != context[:-1], True)[: len(tasks)]
     kept = contexts.begin - contexts.first

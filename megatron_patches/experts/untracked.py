@@ -1,6 +1,6 @@
-"""Warns of Megatron's own log of balancing losses, which stays 0 for models that ``distca.CAD`` attached.
+"""Warns of Megatron's own log of balancing losses, which has none, or 0, for models that ``distca.CAD`` attached.
 
-Their routers never compute a loss, only its gradient (``balance.py``).
+Their routers never compute a balancing loss, only its gradient (``balance.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOGS = "reduce_aux_losses_tracker_across_ranks"
 
 
 def warn_when_logged() -> None:
-    """Makes ``track_moe_metrics`` and ``MoEMetricsTracker.report`` warn at their first call in this process."""
+    """Makes ``track_moe_metrics`` and ``MoEMetricsTracker.report`` warn at their first call in rank 0's process."""
     try:
         from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
     except ImportError:

@@ -15,7 +15,10 @@ from distca.recurrent import Recurrence
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
-    """Whether a GPTModel has layers with the gated delta rule; False for all HybridModels."""
+    """Whether a GPTModel has layers with the gated delta rule.
+
+    False for all HybridModels, also those with such layers, which their pattern names.
+    """
     return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
 
 

@@ -52,11 +52,11 @@ def divisions_of(model: torch.nn.Module) -> Divisions:
 def share_of(
     name: str, full: torch.Tensor, shape: torch.Size, rank: int, divisions: Divisions = _GATED
 ) -> torch.Tensor:
-    """Returns this tensor-parallel rank's part of a whole parameter.
+    """Returns a tensor-parallel rank's part of a whole parameter.
 
     Args:
-        shape: shape of this rank's part.
-        rank: this rank's number among the tensor-parallel ranks.
+        shape: shape of the rank's part.
+        rank: the rank's number among the tensor-parallel ranks.
         divisions: from :func:`divisions_of`; by default, MLPs have gates and no layer is recurrent.
     """
     if full.shape == shape:
@@ -69,7 +69,10 @@ def share_of(
 
 
 def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int) -> None:
-    """Copies the parts of tensor-parallel rank ``rank`` from the whole parameters ``full`` into ``model``."""
+    """Copies the parts of tensor-parallel rank ``rank`` from the whole parameters ``full`` into ``model``.
+
+    ``full`` has them by this rank's own names, as in ``model``; :func:`names_in_whole` translates those.
+    """
     divisions = divisions_of(model)
     for name, parameter in model.named_parameters():
         set_values(parameter, share_of(name, full[name], parameter.shape, rank, divisions))
