@@ -79,8 +79,8 @@ class AttentionCall(LayerCall):
     ) -> torch.Tensor:
         """Starts sending q, k and v rows to servers.
 
-        In pong, ``prefix_N2GD`` has keys and values of those rows of ping whose documents go on in pong. Servers that
-        did not keep these rows get them again."""
+        In pong, ``prefix_N2GD`` has keys and values of those rows of ping that queries of pong see. Servers that did
+        not keep these rows get them again. If any layer has a window, all servers do."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
@@ -98,8 +98,8 @@ class AttentionCall(LayerCall):
         """Waits for this home's o and applies sinks; returns o_NHD, zero in padding rows."""
         return _Leave.apply(graph_token, sink_H, self)
 
-    # While a pipeline stage has no micro-batch, its ranks compute attention's backward for other stages. They have no
-    # autograd nodes then, so ``empty_layers.py`` calls the next four methods.
+    # Ranks of a pipeline stage without a micro-batch, and servers without a model, compute attention's backward for
+    # other stages. They have no autograd nodes then, so ``empty_layers.py`` calls the next four methods.
 
     @classmethod
     def for_backward(
@@ -214,7 +214,8 @@ class AttentionCall(LayerCall):
     def _join_gradients(self) -> tuple[torch.Tensor, ...]:
         self._join("dq,dk,dv", "backward")
         gradients, self._gradients = self._gradients, ()
-        # Autograd now runs the backward of everything between two attention calls: "post+pre" in the timeline.
+        # Autograd now runs the backward of what comes before this call's layer: "post+pre" in the timeline, although
+        # nothing but the first "pre" comes before layer 0.
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return gradients
 

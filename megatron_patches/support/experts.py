@@ -22,19 +22,19 @@ _OTHERS = {
         moe_grad_scale_func moe_layer_recompute moe_router_topk_limited_devices expert_model_parallel_size""",
     "no code, as code of this project, which computes the same formula, takes megatron's place": """
         moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_per_layer_logging
-        moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert moe_mlp_glu_interleave_size
-        moe_single_grouped_weight moe_single_grouped_bias use_fused_weighted_squared_relu
-        overlap_dispatch_backward_with_experts_wgrad""",
+        use_grouped_gemm_for_shared_expert moe_single_grouped_weight moe_single_grouped_bias
+        use_fused_weighted_squared_relu overlap_dispatch_backward_with_experts_wgrad""",
     "no code, while the dispatcher is alltoall and no rows are dropped": """
         moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
         moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
-        moe_ncclep_static_shape moe_ncclep_zero_copy moe_token_drop_policy moe_router_quantile_balancing_ema
-        moe_extended_tp expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size
-        moe_pad_experts_for_cuda_graph_inference""",
+        moe_ncclep_static_shape moe_ncclep_zero_copy moe_token_drop_policy moe_extended_tp
+        expert_tensor_parallel_num_weight_shards""",
+    "no code, as other kinds of load balancing are refused": "moe_router_quantile_balancing_ema",
 }
 _DROPS = "two nano-batches would drop other rows than the whole micro-batch"
 _FP8 = "experts are computed in the type of their weights"
+_INTERLEAVED = "the rows of a gate's weights lie before those that the gate multiplies"
 
 LIMITS = {
     "moe_token_dispatcher_type": Limit(
@@ -44,6 +44,9 @@ LIMITS = {
     "moe_expert_capacity_factor": Limit(_DROPS, (None,), inert="moe_pad_expert_input_to_capacity"),
     "moe_expert_rank_capacity_factor": Limit(_DROPS, (None,)),
     "moe_token_dropping": Limit(_DROPS, (False,)),
+    "expert_gtp_weight_remat_size": Limit("ranks keep all weights of their experts", (1,)),
+    "moe_mlp_glu_interleave_size": Limit(_INTERLEAVED, (None,)),
+    "moe_shared_expert_glu_interleave_size": Limit(_INTERLEAVED, (None,)),
     "moe_latent_size": Limit("experts read and write whole rows", (None,)),
     "moe_input_jitter_eps": Limit("two nano-batches would draw other noise than the whole micro-batch", (None,)),
     "moe_router_force_load_balancing": Limit("rows go where the router sends them", (False,)),
@@ -62,7 +65,7 @@ EXPERT_FIELDS = {
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
 } - {"fp8"}
-"""All fields that only models with experts read."""
+"""All fields that say something of experts."""
 
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 

@@ -52,8 +52,8 @@ def home_rows(
     found = []
     in_ping = 0
     for nano, budget in enumerate(budgets):
-        # This nano-batch has the rows [low, high) of every document. The rows of shares are placed first, and rows
-        # beyond a rank's budget move to a rank with room. "fixed" are ranges that fit on no rank whole, or that
+        # This nano-batch has the rows [low, high) of all documents but filler. The rows of shares are placed first, and
+        # rows beyond a rank's budget move to a rank with room. "fixed" are ranges that fit on no rank whole, or that
         # ``shares.py`` dealt to no rank. "fixed" and then filler are laid end to end, and cut where a rank's room ends.
         low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
         begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
@@ -118,7 +118,7 @@ def _moved_to_room(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.
 
     Of the ranks on the range's node with enough room, the one that reads fewest keys gets the range. If there is none,
     the rank with most room gets the range, if that room is enough. The function changes ``room`` [R], the tokens that
-    ranks have free, and ``keys`` [R], the keys that ranks read."""
+    ranks have free, and ``keys`` [R], about how many keys ranks read."""
     document, start, stop, rank = ranges
     rows, target = stop - start, np.full(len(rank), -1)
     for at in np.argsort(-rows, kind="stable").tolist():

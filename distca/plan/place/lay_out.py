@@ -4,8 +4,8 @@ The *home rank* of a token computes the token's linear layers; the *row* is the 
 micro-batch is computed as one or two *nano-batches*, ping and pong: the transfers of one run during the computation of
 the other. If a document has tokens in both, its first tokens are in ping and its last tokens in pong.
 
-Array legend: D documents of the micro-batch, R ranks. Arrays are int64. A *shard* is a range of one document on one
-rank.
+Array legend: D documents of the micro-batch, R ranks. Arrays are int64, but for seconds of work. A *shard* is a range
+of one document on one rank.
 """
 
 from __future__ import annotations
@@ -62,23 +62,24 @@ def lay_out(
         rank_of: [D] home rank of each document. Documents then stay whole on these ranks, and ``align``, ``placement``
             and ``cost`` are not used.
         align: the rows of all ranks but the last are multiples of this, so that tensor-parallel ranks can split them.
-        dealing: how documents are dealt to two nano-batches. "in_order": the first documents go to ping; with the
-            placement "spread" it is the same as "even". "even": ping and pong get about equal attention work. "lean":
-            like "even", but with "spread" ping may get less work, so that a document on several ranks is in pong alone.
-            For any dealing: unless the placement is "spread", ping may get up to 1/32 more tokens, so that pong does
-            not get only few rows of a document.
+        dealing: how documents are dealt to two nano-batches. "in_order": the first documents go to ping. "even": ping
+            and pong get about equal attention work. The placement "spread" deals in its own way: ping gets a quarter to
+            half of the work, and with "lean" perhaps less, so that a document on several ranks is in pong alone. With
+            other placements "lean" is "even". For them, ping may get up to 1/32 more tokens, so that pong gets fewer
+            short ends of documents.
         placement: which tokens are on which rank. "in_order": one document after the other, cut where a rank is full.
             "spread": ranks get about equal attention work, summed over ping and pong. "spread_by_nano_batch": ranks get
             about equal attention work in each nano-batch; also used in place of "spread" if ``home_rows.py`` finds no
-            room for a document. "whole": only documents for which no rank has room are cut. With an ``align`` of 1
-            none is cut if swaps of documents make the ranks' tokens about equal (``swaps.py``).
+            room for a document. "whole": a document is cut only if, when its turn comes, no rank has room left for
+            it (``whole.py``). With an ``align`` of 1 none is cut if swaps of documents make the ranks' tokens about
+            equal (``swaps.py``).
         cost: gives the seconds of attention, which "spread", "spread_by_nano_batch" and "whole" balance. With None they
             balance the number of query-key pairs.
         ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one. "spread" deals documents to
             nodes, and then to the ranks of each node.
 
     Raises:
-        PlanError: an argument is out of its range; or with "whole", no rank has room for a document.
+        PlanError: an argument is out of its range; or with "whole", a document is longer than a rank's whole room.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
     _check(length, ranks, nano_batches, rank_of, align, dealing, placement)
@@ -243,7 +244,7 @@ def _fill_whole(
     work = cost.per_direction("both", length, length).sum(axis=0)
     rank_of, rest, rank_of_rest = whole_documents(length, room, work)
     if align == 1:
-        # A cut document begins with the rank that has its first piece.
+        # Swaps begin with every document on one rank; a cut one counts as on the rank that has its first piece.
         begins = rank_of.copy()
         begins[rest.document[::-1]] = rank_of_rest[::-1]
         uncut = swapped(length, work, begins, ranks, OF_RANKS)
@@ -267,7 +268,7 @@ def _dealt_at_home(
 
     ``rank_of`` [D] is the rank of each document that is whole on one rank, and -1 for cut documents. ``rest`` has the
     N pieces of cut documents, and ``rank_of_rest`` [N] their ranks. With ``work`` [D] of documents, no document of a
-    rank is cut between ping and pong if that is possible."""
+    rank is cut between ping and pong if swaps find how."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs of ping minus those of pong, on the ranks dealt so far
@@ -298,9 +299,10 @@ def _dealt_at_home(
 
 
 def _uncut_halves(length: np.ndarray, work: np.ndarray, mine: np.ndarray, cut: int) -> list[Stream] | None:
-    """Deals the documents ``mine`` of a rank to ping and pong, about half of the tokens each; None if one must be cut.
+    """Deals a rank's documents ``mine`` to ping and pong, about half of the tokens each. None if swaps do not find how.
 
-    In each nano-batch documents are in order, as are tasks of a server. So rows of q, k and v need not be copied."""
+    In each nano-batch documents are in ascending order, and so are a server's tasks. So a rank that serves its own
+    documents need not copy rows of q, k and v."""
     begins = np.cumsum(length[mine]) - length[mine]
     nano = swapped(length[mine], work[mine], (begins >= cut).astype(np.int64), 2, OF_NANO_BATCHES)
     if nano is None:

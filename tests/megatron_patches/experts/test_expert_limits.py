@@ -50,6 +50,11 @@ def test_a_model_with_experts_is_served():
         ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, but two nano-batches would drop"),
         ({"moe_token_dropping": True}, "moe_token_dropping is True, but two nano-batches would drop other rows"),
         ({"moe_latent_size": 16}, "moe_latent_size is 16, but experts read and write whole rows"),
+        *(  # newer versions of Megatron only
+            ({name: 8}, f"{name} is 8, but the rows of a gate's weights lie before those")
+            for name in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
+            if name in TransformerConfig.__dataclass_fields__
+        ),
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but two nano-batches would draw other noise"),
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap is True, but shared experts run"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn', but a balance"),
