@@ -131,8 +131,8 @@ def cheaper(
     Args:
         by_nano_batch: makes the placement "apart".
         together: makes the placement "together".
-        none_is_long: whether no document has clearly more attention work than a rank's mean. If True, ``together`` is
-            tried even if ranks wait for no transfer in "apart".
+        none_is_long: whether no document has clearly more attention work than a rank's mean. If rows travel in
+            "apart", ``together`` is tried if this is True or ranks wait for transfers.
     """
     apart = by_nano_batch()
     before = price(apart)

@@ -176,7 +176,7 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 
 
 def makespan_bounds(layout: Layout, cost: CostModel, direction: Direction) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two lower bounds on the slowest server's seconds, each [K] seconds; K is 2 for "both", else 1.
+    """Returns two lower bounds on the slowest server's seconds, each of shape [1], or for "both" [2].
 
     The first is the seconds if all servers end at the same time. The second is the seconds in which the fastest server
     computes the costliest query row.

@@ -200,7 +200,7 @@ class PlanOptions:
 
     @property
     def keeps(self) -> bool:
-        """Returns whether servers keep q, k and v from forward, and compute the same tasks in backward."""
+        """Returns whether backward has forward's plans: there is one stage, and servers keep q, k and v."""
         return self.stages == 1 and not self.resend
 
     @property

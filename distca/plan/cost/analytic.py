@@ -94,8 +94,8 @@ def analytic_cost(
     # backward three are as wide as k and two as wide as v.
     width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
     share, share_backward = width / 4096, width_backward / 4096
-    # A product has 2 FLOPs per pair and column: 4 in forward and 10 in backward. The terms' other figures are the fit,
-    # for a width of 4096.
+    # Each product has 2 FLOPs per pair and column, so forward has 4 and backward 10. The terms' other figures are the
+    # fit, for a width of 4096.
     return AnalyticCost(
         shape,
         block,

@@ -27,8 +27,8 @@ _STEPS = 8
 """The number of grid steps between a power of two and the next power. Example: there are lines at 8, 9, 10, ..., 16
 rows. A measured point between two lines gets slightly other seconds than measured."""
 _FEW = 8
-"""Up to this many tasks are computed in plain Python, and more in numpy. Eight take 12 µs in Python and 19 µs in numpy,
-as measured on a CPU."""
+"""Up to this many tasks without a window are computed in plain Python, others in numpy. Eight take 12 µs
+in Python and 19 µs in numpy, as measured on a CPU."""
 _LINES_PER_BIT = _STEPS / 2.0**52
 """Grid lines per unit of a float64 that is viewed as int64. From a power of two to the next power, this integer grows
 by 2^52, and the number of the grid line by ``_STEPS``."""

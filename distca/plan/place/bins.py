@@ -6,11 +6,11 @@ first dealt to bins that are nodes, and then, inside each node, to bins that are
 - *Work* is the time of attention. Its unit is the mean work of a rank before documents are cut.
 - *Free* tokens are the tokens that a bin still has room for.
 - An *item* is a document, or the part of a document that a node got.
-- A *long* item has more work or tokens than one rank should get. It is cut into *shares* for several bins.
+- A *long* item has more work or tokens than one rank should get. It may be cut into *shares* for several bins.
 - *Filler* is the shortest documents. ``shares.py`` deals it after all items, into the free tokens.
 - The *surplus* of an item is its work minus the work of as many tokens of filler. Example: filler has 0.1 work per
   1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
-- The surplus that a bin *lacks* is the work that it lacks, minus the work of filler in all of its free tokens.
+- The surplus that a bin *lacks* is the work that it lacks, minus that of shorter items and filler in its free tokens.
 
 Array legend: I items, B bins, N parts of items. Most constants were compared with other values:
 ``benchmarks/planner_constants.py``.
@@ -112,7 +112,7 @@ def deal_to_bins(
 ) -> tuple[Filled, list[tuple[int, float]]]:
     """Deals items to bins, longest first, each to the bin that lacks most surplus and has room.
 
-    A long item is cut into shares. Any other item is cut only if its bin has too few free tokens.
+    A long item may be cut into shares. Any other item is cut only if its bin has too few free tokens.
 
     Args:
         mean: work that each rank should get, about 1.
