@@ -31,7 +31,7 @@ _NAME = "distca_step"
 _FORMAT = 5
 """The number of the file's format. It must grow with every change of what is written: other numbers are refused."""
 _NOT_WRITTEN = {"scheduler"}
-"""Options that are functions, which JSON cannot hold."""
+"""Options that are functions. A step that is read has their defaults."""
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
 """Options that are objects or lists. :func:`write_step` and :func:`read_step` convert each in its own way."""
 _FACTORS = ("forward_factor", "backward_factor")

@@ -1,4 +1,4 @@
-"""Runs plans: autograd nodes exchange rows between ranks, and compute attention on the rows that arrive.
+"""Runs plans: autograd nodes exchange rows between ranks, and compute attention and recurrences.
 
 ``megatron_patches/`` runs Megatron-Core's layers with this package, which does not import Megatron-Core.
 """

@@ -79,7 +79,7 @@ def serve(
         number: this server's number, from 0. Servers have different numbers; a new one may take a dead one's number.
         pool: number of the pool, from 0. The training script's first ``distca.CAD`` with servers has pool 0.
         patience: the longest wait until homes come.
-        measure: measures a cost table if homes have none for this GPU and kernel; None measures none.
+        measure: measures a cost table that homes lack, before the first generation; None measures none.
 
     Raises:
         LaunchError: no homes come in time, or homes are silent for ``HOMES_QUIET``.

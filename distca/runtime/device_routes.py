@@ -236,7 +236,7 @@ class StepRoutes:
     """One rank's routes of a step, for the layers of its pipeline stage.
 
     In a *phase*, all stages run forward at the same time, or all run backward. Each stage has one micro-batch or none.
-    The ranks of a stage without a micro-batch compute attention for other stages.
+    The ranks of a stage without a micro-batch still compute attention for others.
 
     Attributes:
         own: [micro-batches][layers] routes of this stage's micro-batches.

@@ -1,6 +1,6 @@
 """Runs the core of a recurrent layer (linear attention, SSM) as five autograd nodes.
 
-``ping_pong.py`` calls the nodes, and without disaggregation :func:`recurrent_core`.
+``ping_pong.py`` calls the nodes; without disaggregation :func:`recurrent_core` calls them.
 
     enter: launch halo → join → summarise → launch states → leave: join states, finish
 

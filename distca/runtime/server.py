@@ -2,7 +2,7 @@
 
 - task: a range of a document's queries, with all keys and values that they attend to.
 - buffer: the k,v rows (one token's key and value) that came to the server. A row that several tasks read is there once.
-- region: a contiguous copy of one task's k,v rows, for the kernel.
+- region: one task's k,v rows, contiguous for the kernel.
 - range (``SharedRows``): a run of buffer rows from row ``first``, which one or more tasks read. For each task
   ``places`` has the task's first buffer row minus ``first``, its first row in the regions, and its number of rows.
 - ping, pong: the first and the second part of a micro-batch. Tasks of pong may read k,v rows that arrived in ping.
@@ -108,7 +108,7 @@ def compute_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns o_THD and lse_TH (log-sum-exp of scores) of this server's tasks.
 
-    ``route.batches`` are runs of tasks with equal window, softmax scale and softcap. Each run is one kernel call."""
+    ``route.batches`` are runs of tasks of one kind (``AttentionKind``). Each run is one kernel call."""
     if len(route.batches) == 1:
         (only,) = route.batches
         return kernel.forward(q_THD, *keys_and_values(kv_S2GD, q_THD.shape[2]), only.batch, only.kind)

@@ -1,4 +1,4 @@
-"""Transports, which move rows of q, k, v, o and gradients between ranks."""
+"""Transports, which move rows of tensors between ranks."""
 
 from distca.errors import TransportError
 from distca.transport.interface import Handle, Part, Transport

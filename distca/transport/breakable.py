@@ -131,7 +131,7 @@ class BreakableTransport:
 class BreakableHandle:
     """An exchange under way.
 
-    If the exchange is known to have failed, :meth:`wait` fills destinations with zeros. On servers it raises an error.
+    If the group is broken, :meth:`wait` fills destinations with zeros. On servers a failed exchange raises an error.
     """
 
     def __init__(self, transport: BreakableTransport, handle: CollectiveHandle | None, parts: tuple[Part, ...]) -> None:

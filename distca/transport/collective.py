@@ -1,8 +1,7 @@
 """Transport over torch.distributed (NCCL on GPUs, gloo on CPUs).
 
 An *exchange* moves rows of several tensors, its *parts*, between all ranks. A part of which rows travel is one
-all-to-all, or two if it has two *hops*: rows for another node then travel to one rank of that node, and from there to
-other ranks of the node.
+all-to-all, or two if it has two *hops* (:class:`distca.transport.interface.Hops`).
 """
 
 from __future__ import annotations

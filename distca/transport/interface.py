@@ -1,8 +1,8 @@
 """The interface of transports, which move rows of tensors between ranks.
 
 A *pool* is a group of ranks that compute attention for each other. One *exchange* moves rows (along dimension 0) of
-several tensors between all ranks of the pool. Implementations: ``collective.py`` (NCCL, gloo) and
-``nvshmem/transport.py``.
+several tensors between all ranks of the pool. Implementations: ``collective.py`` and ``breakable.py`` (NCCL,
+gloo), ``nvshmem/transport.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Part:
             ``source`` the gradients that other ranks of this rank's node send.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
             of ``source``. Callers must not use it until the exchange has ended. If received rows are added up
-            (``moves.reduction``), ``destination`` must hold zeros. Only gateways add to other values.
+            (``moves.reduction``), ``destination`` must hold zeros. Only the first hop of gradients (:class:`Hops`)
+            adds to other values.
         moves: which rows of ``source`` go to which rank and row, or stay on this rank.
     """
 
