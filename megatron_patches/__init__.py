@@ -1,4 +1,4 @@
-"""DistCA in Megatron-Core 0.16.1 to 0.19: the class CAD (``api.py``), and all changes of Megatron-Core's own code."""
+"""DistCA in Megatron-Core 0.16.1 to 0.19: the class CAD (``api.py``), its parts, and patches of Megatron-Core."""
 
 from megatron_patches.patches.before_import import compile_on_gpus_only, do_without_triton
 from megatron_patches.te.installed import hide_without_gpu

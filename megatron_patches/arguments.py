@@ -61,8 +61,8 @@ class CadArguments(CadOptions):
             other than "nvshmem", if there are stages, ``servers``, ``speeds`` or different cost tables. In other runs,
             and without measured times of linear layers (``cost_table``), "auto" is "attention".
         recompute: with "none" backward recomputes modules that Megatron's configuration names, and what
-            ``keep_outputs`` would keep. With "all" it recomputes layers without core attention; without
-            ``disaggregate``, whole layers.
+            ``keep_outputs`` would keep. With "all" it recomputes layers except core attention; a GPTModel
+            without ``disaggregate`` recomputes whole layers.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
             needs recompute "none", and a configuration without recomputed modules and without FP8.
         offload: True keeps every layer's inputs, q, k, v and attention outputs in host memory until backward. It needs

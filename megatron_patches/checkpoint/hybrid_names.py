@@ -1,4 +1,4 @@
-"""Lists the parameters of a HybridModel's layers, and their keys in Megatron-Core's checkpoints.
+"""Lists the parameters of a HybridModel's layers, and checkpoint keys for those of recurrent layers.
 
 ``whole_weights.py`` reads checkpoints without building the model, so it needs these lists. A layer of a HybridModel is
 attention, a gated delta net, Mamba, an MLP or experts; each has a symbol. Gated delta nets and Mamba are *recurrent*.

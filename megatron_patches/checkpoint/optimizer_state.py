@@ -1,8 +1,8 @@
 """Saves and loads each rank's own part of the distributed optimizer's state, in the format ``fully_reshardable``.
 
-Megatron's distributed optimizer lays all weights end to end and gives each data-parallel rank one range, which may
-begin and end inside a weight. But checkpoints store rectangular parts of weights, so Megatron by default gathers the
-whole state on every rank. Here each rank splits its range into rectangular *boxes* and saves these.
+Megatron's distributed optimizer lays a bucket's weights end to end and gives each data-parallel rank one range. A
+range may begin and end inside a weight. But checkpoints store rectangular parts of weights, so Megatron by default
+gathers the whole state on every rank. Here each rank splits its range into rectangular *boxes* and saves these.
 
 Example: elements [2, 9) of a 3 x 4 weight are three boxes: the end of row 0, all of row 1, and the beginning of row 2.
 In place of FP8 weights, checkpoints get the values that these weights would have without FP8.

@@ -108,7 +108,7 @@ def _check_files(model: dict[str, Any], path: Path) -> None:
 
 
 def _check_shapes(model: dict[str, Any], metadata: Metadata, path: Path) -> None:
-    """Compares shapes in a model's ``sharded_state_dict`` and a checkpoint. Megatron's error would seem to be damage.
+    """Compares shapes in a model's ``sharded_state_dict`` and a checkpoint. Megatron's error would suggest damage.
 
     Raises:
         ConfigError: a tensor's shape differs, or the checkpoint does not have the tensor.

@@ -33,7 +33,7 @@ class HostStaging:
     All ranks call the constructor together.
 
     Attributes:
-        group: a gloo group of all ranks, for collectives of the threads that write checkpoints.
+        group: a gloo group of all ranks, used also by threads that write checkpoints.
     """
 
     def __init__(self, device: torch.device) -> None:

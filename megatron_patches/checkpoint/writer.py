@@ -60,7 +60,7 @@ class TorchWriter:
             self.write()
 
     def write(self) -> None:
-        """Writes the tensors that :meth:`save` copied, if any. All ranks call it together; it may run in a thread.
+        """Writes what :meth:`save` left to write, if anything. All ranks call it together; it may run in a thread.
 
         Raises:
             CheckpointException: on all ranks, if any rank could not write.

@@ -1,4 +1,4 @@
-"""Computes all experts of a rank at once, in place of the loop over experts in Megatron's SequentialMLP.
+"""Computes a rank's experts at once where it can, in place of the loop in Megatron's SequentialMLP.
 
 A *pair* is a row and one of this rank's experts that the row goes to. A row that goes to two experts makes two pairs.
 One *grouped product* multiplies each pair's row by the weight of the pair's expert, for all pairs at once.

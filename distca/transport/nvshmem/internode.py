@@ -13,7 +13,7 @@ One side stream runs these steps of a hop:
 
     wait until the peers have consumed the rows that new rows will overwrite
     for each load: pack the load · quiet, except for the first load · put the load
-    quiet · signal to all peers
+    quiet · signal to receivers
 
 No other stream may call quiet. NVSHMEM has one list of pending puts per process. A quiet on another stream would empty
 this list, and then the side stream would not wait.
@@ -174,7 +174,7 @@ class InternodePeers:
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
         """Queues the puts and signals of hop ``number``, after the current stream's earlier work.
 
-        Puts overwrite rows of hop ``reuses``, so they wait until the peer has consumed it; with 0 no put waits.
+        Puts to a peer wait until it has consumed all hops up to ``reuses``; with 0 no put waits.
 
         Returns:
             A token whose event is that all rows are packed; and the event that all rows have arrived. After the token's

@@ -62,7 +62,7 @@ class Sent:
         events: CUDA events, at the ends of all writes or copies.
         held: tensors that must stay alive until the events occur.
         peers: the peers that must consume hop ``reuses`` before the writes begin.
-        reuses: number of the hop whose rows are overwritten; 0 for no wait.
+        reuses: number of the last hop to consume before writes; 0 for no wait.
     """
 
     events: list[Event]
@@ -142,7 +142,7 @@ class IntranodePeers:
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
         """Copies the rows of ``parts`` that stay on this rank.
 
-        If the rows of a part are in few, long ranges, copy engines (before CUDA 13 kernels) copy them after the writes
+        If the rows of a part are in few, long ranges, copy engines (kernels before CUDA 13) copy them after the writes
         ``behind``. A kernel on the current stream copies other parts. Returns the copy engines' copies; None if there
         are none."""
         by_engine = []

@@ -1,4 +1,4 @@
-"""The NVSHMEM transport: a rank writes rows straight into the receive buffer of the rank that needs them.
+"""The NVSHMEM transport: a rank writes rows straight into the receive buffers of other ranks.
 
 An *exchange* is one movement of rows between all ranks, and a *part* is one tensor's rows in the exchange. An exchange
 uses the same bytes of the receive buffer on every rank. A receiver *consumes* an exchange: it copies the rows out of
