@@ -278,7 +278,7 @@ def check_types(config: TransformerConfig) -> None:
 
 
 def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
-    """Checks ``recompute_modules``, the modules that backward recomputes one by one.
+    """Checks ``recompute_modules``, which backward recomputes if ``recompute_granularity`` is "selective".
 
     Args:
         recompute_segments: whether backward recomputes everything but core attention, as ``CAD(recompute="all")`` does.

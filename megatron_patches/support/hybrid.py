@@ -1,8 +1,8 @@
 """Refuses settings that HybridModels, models with recurrent layers, or those with output gates do not support.
 
 *Recurrent layers* are gated delta nets and Mamba-2. A GPTModel has gated delta nets if its
-``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a *pattern* with one letter for each layer,
-such as "G-*-": "G" is a gated delta net, "M" Mamba-2, "*" attention, "-" an MLP.
+``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a *pattern* with one symbol for each layer:
+"G" is a gated delta net, "M" Mamba-2, "*" attention, "-" an MLP, "E" experts.
 *Output gates* are Megatron's ``attention_output_gate``.
 """
 

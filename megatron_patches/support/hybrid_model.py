@@ -43,7 +43,7 @@ from megatron_patches.support.limits import Limit, check_limit
 _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_block_spec"} | {
     "position_embedding_type": Limit("only RoPE or no positions are supported", ("rope", "none")),
 }
-"""The supported values of the arguments of HybridModel's constructor."""
+"""Arguments of HybridModel of which not all values are supported."""
 _FIRST_LINEAR = {
     ATTENTION: "self_attention.linear_qkv",
     DELTA_NET: "self_attention.in_proj",

@@ -1,4 +1,4 @@
-"""Refuses wrong ``model_options`` of ``distca.CAD``, and a GPTModel's rotary settings that ``rotations`` overrides."""
+"""Refuses wrong ``model_options`` of ``distca.CAD``, and a GPTModel's rotary settings that no layer uses."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
 
 
 def check_same_frozen(model: LanguageModule) -> None:
-    """Compares which weights of a model are frozen between ranks, which call this together.
+    """Compares between ranks, which call this together, which weights of a model are frozen.
 
     Experts are compared between ranks that have the same ones, which reduce their gradients together.
 
@@ -124,7 +124,7 @@ def _state(frozen: bool) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """Returns a text that is the same on all ranks; "" for objects of other types."""
+    """Returns a text that is the same for equal values; "" for what is not compared."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_in_words, value))}]"
     value = value.item() if isinstance(value, np.generic) else value

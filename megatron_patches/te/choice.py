@@ -35,8 +35,8 @@ _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
 def use_te(linears: Linears, config: TransformerConfig, device: torch.device) -> bool:
     """Returns True if a model gets Transformer Engine's linear layers, and False if it gets Megatron's own ("local").
 
-    All ranks call this together, with the same ``linears`` and ``config``, and get the same answer. With ``linears``
-    "auto", a model gets Transformer Engine's layers if they can be used on all ranks.
+    All ranks call this together, with the same ``linears`` and ``config``, and get the same answer. "auto" gives True
+    if all ranks can use these layers, and the model has neither experts nor latent attention.
 
     Raises:
         SupportError: ``linears`` is "te" or the model has FP8, but Transformer Engine's layers cannot be used; or FP8

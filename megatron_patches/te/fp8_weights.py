@@ -108,7 +108,7 @@ def broadcast_weights(model: DistributedDataParallel) -> None:
 
 
 def quantise_main_weights(model: DistributedDataParallel, optimizers: Iterable[Any]) -> None:
-    """Sets all weights from the distributed optimizers' main weights."""
+    """Sets all weights from the distributed optimizers' main weights; all ranks call this together."""
     for optimizer in optimizers:
         optimizer._copy_main_params_to_model_params()
     model.start_param_sync(force_sync=True)

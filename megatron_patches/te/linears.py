@@ -1,6 +1,6 @@
-"""Megatron's wrappers of Transformer Engine's linear layers, changed for micro-batches that run as two nano-batches.
+"""Megatron's wrappers of Transformer Engine's linear layers, changed for ping-pong, FP8 and safe checkpoints.
 
-A layer runs forward of ping, then of pong. Later it runs backward of pong, then of ping.
+With ping-pong a layer runs forward of ping, then of pong. Later it runs backward of pong, then of ping.
 """
 
 from __future__ import annotations

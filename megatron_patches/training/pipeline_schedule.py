@@ -64,7 +64,7 @@ def run_ticks(
 
     Args:
         model: this stage's part of the model, from ``wrap_for_data_parallel``.
-        batches: the tokens of each micro-batch; the same on all stages.
+        batches: this data-parallel rank's micro-batches; the same on all stages.
         forward_step: Megatron's forward_step_func(data iterator, model), which runs one micro-batch.
         plan: the plan of all ranks, with the micro-batch of each stage in each phase.
         routes: the rows of q, k, v and outputs that this rank sends and receives in each phase.
@@ -119,7 +119,7 @@ class _Stage:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lets the model's TransformerBlock run, which refuses to run outside of this context."""
+        """Lets the model's ``decoder`` run, which refuses to run outside of this context."""
         block = self._gpt.decoder
         block.in_phases = True
         try:
@@ -130,7 +130,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Records the output layer and the loss in the timeline, as "head"."""
+        """Records forward of the output layer and the loss in the timeline, as "head"."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -180,7 +180,7 @@ class _Stage:
         self._pool.timeline.open("embed", 0, 0, "forward")
         with torch.set_grad_enabled(not forward_only):
             output, loss_function = self._forward_step(iter((batch,)), self._model)
-        self._gpt.set_input_tensor(None)  # frees the input and its gradient before the next micro-batch
+        self._gpt.set_input_tensor(None)  # the model would hold the input until its next micro-batch
         if self._number == self._last:
             output, tokens, report = loss_function(output)
             self.tokens += tokens

@@ -83,7 +83,7 @@ def made_ready(model: Any, step: Step, forward_step: ForwardStep, *, forward_onl
 
 
 def _let_loss_scale_be_written() -> None:
-    """Forgets the scale of experts' losses that a first evaluation inside of torch.inference_mode left to Megatron.
+    """Forgets the scale of experts' losses that a first evaluation inside of torch.inference_mode left in Megatron.
 
     Megatron could not write to it in training.
     """

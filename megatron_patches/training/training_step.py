@@ -99,7 +99,7 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
 
 
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
-    """Finishes the reduction of a step's gradients, and divides them by the target tokens of the global batch.
+    """Finishes the reduction of gradients, divides them by the target tokens, and sets delayed scaling's next scales.
 
     Schedules call this function in place of ``finalize_model_grads``, in which the host would wait for ``tokens``.
 

@@ -2,7 +2,8 @@
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
 weights without an error. A hook after every step refuses such an optimizer, if none of the trained weights that it
-holds has a ``grad``. It only warns of optimizers that are not from torch. Megatron's own set ``grad`` or hold copies.
+holds has a ``grad``. It only warns of other optimizers than torch's, if weights stay unchanged. Megatron's own set
+``grad`` or hold copies.
 
 torch's functions for clipping skip such weights too, and are refused likewise.
 """
@@ -27,7 +28,7 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""A warning is logged if an optimizer that is not from torch changes no weight in this number of steps."""
+"""A warning is logged if an optimizer that is not from torch changes no weight in its first ``STEPS`` steps."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
@@ -38,7 +39,7 @@ _listening: list[Any] = []
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
-    """Notes that a model had a backward pass. From now on, what reads gradients of its weights is checked."""
+    """Notes that a model had a backward pass. From now on, optimizers and clipping of its weights are checked."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
         for name in ("clip_grad_value_", "_clip_grads_with_norm_"):  # clip_grad_norm_ calls the second
