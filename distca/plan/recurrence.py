@@ -6,8 +6,8 @@ A row is one token. Each head has a *state* S [K, V], which each row reads and c
 
 q, k and v come from a short causal convolution over rows. Each row and head has one β and one g.
 
-Long documents are cut into *pieces*, which ranks compute at the same time. A piece turns the state S before it into
-A·S + B. A (the piece's *transition*) and B (its *own state*) do not depend on S.
+A *piece* is a range of a document's rows on one rank. It turns the state S before it into A·S + B. A (the
+piece's *transition*) and B (its *own state*) do not depend on S.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class StepBalance:
             (:meth:`StepPlan.seconds_before`).
         after_by_kind: [K, P, R] each kind's part of the attention seconds as planned.
         other_seconds: [P, R] seconds of linear layers; 0 if plans balance only attention.
-        bytes_moved: bytes of the whole step.
+        bytes_moved: bytes in all phases together.
     """
 
     before_by_kind: np.ndarray

@@ -1,7 +1,8 @@
 """Places one nano-batch's documents on ranks by work; long documents are cut from their end.
 
-A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. ``lay_out.py`` calls :func:`spread` for
-each. ``shares.py`` is the other way to place documents, ping and pong together.
+A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. With the placement
+"spread_by_nano_batch", or if "spread" fails, ``lay_out.py`` calls :func:`spread` for each. With "spread", ``shares.py``
+places both together.
 
 - *Work* is the time of attention. Its unit is the mean work of a rank before documents are cut.
 - A *long* document has more work than one rank should get. Parts with one rank's work each are cut from its end.
@@ -30,8 +31,8 @@ _SAME_SIZE = 1.5
 """Ranges are dealt in groups of similar length, so that ranks are sorted once for each group. The longest range of a
 group has less than this many times the rows of the shortest."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents are filler, as long as they have at most this part of all work together. With 0.01 instead,
-the slowest server takes 0.1 % longer."""
+"""The shortest ranges are filler, as long as they have at most this part of the work that parts of long documents
+leave. With 0.01 instead, the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
 """A document is long only if its surplus is more than 1 + this number times the surplus of a part for one rank. Cutting
 is also repeated, up to ``_PASSES`` times, until the mean work of a rank changes by less than this, in units of work."""

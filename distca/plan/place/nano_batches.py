@@ -1,8 +1,8 @@
-"""Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch, before documents are placed on ranks.
+"""Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch.
 
 The transfers of one nano-batch run during the computation of the other, so both get about equally many tokens.
 Documents are put in an order and laid end to end. The tokens before a *cut* are ping's, and the tokens behind it are
-pong's.
+pong's. With the placement "spread", ``shares.py`` does this instead.
 
 Array legend: D documents, N ranges, R ranks.
 """

@@ -1,7 +1,7 @@
 """Swaps whole documents between ranks, until ranks have about equal tokens and about equal attention work.
 
-``whole.py`` gives ranks fixed numbers of tokens, so it cuts a few documents where a rank is full. Swaps need no cut:
-ranks may have slightly unlike numbers of tokens. If attention is level too, no row has to travel to another rank. A
+``whole.py`` gives ranks fixed numbers of tokens, so it cuts a few documents where a rank is full. With ``align`` 1,
+swaps need no cut: ranks' tokens may differ slightly. If attention is level too, no row has to travel to another rank. A
 rank's documents are given to the nano-batches *ping* and *pong* in the same way; below, *bins* are ranks or
 nano-batches.
 

@@ -1,6 +1,6 @@
 """Places a micro-batch's documents on ranks so that few documents lie on several ranks.
 
-``distca/plan/step.py`` considers this placement for models with recurrent layers (linear attention, SSM). For a
+On one node, ``distca/plan/step.py`` considers this placement for recurrent layers (linear attention, SSM). For a
 document on several ranks, these layers run more kernels, and ranks send each other recurrent states.
 
 The ``_ONE_BY_ONE`` longest documents are given to ranks whole, the longest first. Each goes to the rank with the least

@@ -1,4 +1,4 @@
-"""Cuts a micro-batch's documents into the *pieces* that a recurrent layer (linear attention, SSM) computes.
+"""Finds, in layouts, the *pieces* of documents that a recurrent layer (linear attention, SSM) computes.
 
 A micro-batch is computed in one or two parts, the *nano-batches* ping (first) and pong (second). A piece is a range of
 a document's rows on one rank in one nano-batch.

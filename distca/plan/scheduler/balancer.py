@@ -102,7 +102,7 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        ``document`` was cut last. Ranks that computed rows of it at the beginning come first: some receivers now have
+        ``document`` was cut last. Ranks that computed rows of it before any move come first: some receivers now have
         its k,v rows, so few bytes travel. ``free`` [R] is how far servers are below their limits, in parts of the mean
         load."""
         state = self.state

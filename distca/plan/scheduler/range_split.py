@@ -24,8 +24,8 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""The most seconds that a cut may add, divided by the seconds of the range that moves to a receiver. A cut adds time
-because the ranges on both sides of it read the same keys."""
+"""The most seconds that a cut may usually add, divided by the seconds of the range that moves. A cut adds time because
+the ranges on both sides of it read the same keys."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
 """The places that are tried for the part: at 0 it begins with the piece, at 1 it ends with the piece. Early rows attend
@@ -158,7 +158,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     """Returns ranges for receivers, at the place with the lowest price.
 
     The ranges save the sender about ``excess.need`` seconds, or less if receivers have too little room. Ranges that
-    exceed their receiver's room or ``timer.most_overhead`` are dropped. The result is None if no range is left."""
+    exceed their receiver's room are shortened. Those that still do, or exceed ``timer.most_overhead``, are dropped. The
+    result is None if no range is left."""
     # The size of a range is its number of query-key pairs; ``wanted`` pairs should leave the sender. Sizes are guessed,
     # and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))

@@ -1,7 +1,7 @@
 """Chooses the server that computes each range of queries, so that all servers end at about the same time.
 
-``phases.py`` calls :func:`schedule` for each *nano-batch*: a whole micro-batch, or one of its two parts. With pipeline
-stages, one call is for the nano-batches that all stages compute at the same time.
+For layers without a window, ``phases.py`` calls :func:`schedule` for each *nano-batch*: a whole micro-batch, or one of
+its two parts. With pipeline stages, one call is for all stages that run such layers at the same time.
 
 - A *server* is a rank that computes attention. The *home* of a row (a token) is the rank that holds the row.
 - A *task* is a range of query rows of one document on one server. At first every task is at home.
@@ -65,7 +65,7 @@ _MORE_OVERHEAD = 1.0
 """The time that a cut may add in later tries, as a fraction of the time of the range that moves."""
 _LEAST_SLACK = 0.0003
 """How far a limit must be above :func:`_least_imbalance` to be tried, as a fraction of the mean load. Closer limits
-take very many moves. The last limit is tried in any case."""
+take very many moves. The last limit may be closer."""
 
 
 def training_tolerance(servers: int) -> float:
