@@ -113,7 +113,7 @@ class NanoBatchExperts(MoELayer):
         exchange = Exchange(dispatch, again)
         launched = exchange.launch_rows(hidden.flatten(0, -2), probs)
         count()
-        del count  # its tensors
+        del count  # frees tensors
         shared = None if self.shared_experts is None else _perhaps_again(again, self.shared_experts, hidden)
         assert self.layer_number is not None
         # Finding the experts takes the host long, so it does this while rows travel.
@@ -182,7 +182,7 @@ def take_nano_batches(model: torch.nn.Module) -> list[int]:
     """Turns a built model's MoELayers into :class:`NanoBatchExperts`, and their routers into :class:`BalancedRouter`.
 
     Returns:
-        The numbers of the layers with experts in the whole model, from 1.
+        This stage's layers with experts, as numbers in the whole model, from 1.
     """
     layers: list[Any] = [module for module in model.modules() if type(module) is MoELayer]
     add_biases(model)

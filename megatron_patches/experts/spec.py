@@ -1,4 +1,4 @@
-"""Makes Megatron's layer specs for models in which some layers have experts in place of an MLP."""
+"""Makes Megatron's layer specs for models in which layers may have experts in place of an MLP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def has_experts(config: TransformerConfig) -> list[bool]:
 
 
 def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
-    """Returns this pipeline stage's layer specs: ``dense``, or a copy of it with experts for layers with experts."""
+    """Returns a spec for each layer of this pipeline stage: ``dense``, or a copy with experts in place of the MLP."""
     first = get_transformer_layer_offset(config)
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
     if not any(mine):

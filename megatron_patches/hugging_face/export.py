@@ -1,8 +1,8 @@
 """Writes a model that is spread over many ranks as one Hugging Face folder.
 
-A *slot* (``slots.py``) links a parameter to its tensors in the folder. A rank has a *share* of a parameter: its
-tensor-parallel part, or the weight of one of its experts. The ranks of a pipeline stage gather the shares of one
-parameter at a time, and one rank of the stage writes the stage's files.
+A *slot* (``slots.py``) links a parameter to its tensors in the folder. A rank has a *share*: all of a
+parameter, its tensor-parallel part, or the weight of one of its experts. Ranks of a pipeline stage gather the shares of
+one parameter at a time, and one rank of the stage writes the stage's files.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _on_first_rank(work: Callable[[], None]) -> str | None:
 def _write_stage(
     gpt: GPTModel, exported: ExportedModel, folder: Path, values: Values
 ) -> tuple[str | None, dict[str, str]]:
-    """Returns this rank's error as text, or None; and the file of each tensor that this rank wrote."""
+    """Writes this stage's files; returns this rank's error or None, and the file of each tensor that it wrote."""
     own = _own_slots(gpt, exported.model)
     biases = list(biases_of_choice(gpt, exported.model))
     group = parallel_state.get_pipeline_model_parallel_group()

@@ -51,7 +51,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Vocabulary((model.weights.embedding if model.tie_embeddings else OUTPUT,), model.vocabulary)
     if parameter in ("decoder.final_layernorm.weight", "decoder.final_norm.weight"):
         return Whole((model.weights.final_norm,))
-    # ``name`` is the parameter's name inside the layer. ``symbol`` is the layer's letter in a HybridModel's pattern.
+    # ``name`` is the parameter's name inside the layer. ``symbol`` is the layer's symbol in a pattern, or "".
     place, name = layer_prefix(model.stored_numbers[layer]), parameter.split(".", 3)[3]
     stored, symbol = model.weights, model.hybrid.symbols(model.layers)[layer:][:1]
     kind = name.rpartition(".")[2]

@@ -1,10 +1,10 @@
-"""Megatron's transformer block with another forward, in which ranks compute core attention for each other.
+"""Megatron's transformer block with another forward, in which ranks compute layers' cores for each other.
 
 The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. A micro-batch may be split into two
 *nano-batches*: one is computed while the other's rows travel to the ranks that compute cores, or back.
 
-A training script builds its model with the spec from ``distca.CAD.block_spec``. Then ``CAD.attach`` gives the model's
-block the new forward.
+A training script builds its model with the spec from ``distca.CAD.block_spec``. With disaggregation
+``CAD.attach`` then gives a GPTModel's block the new forward.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 
 
 def _split(hidden: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Returns the rows of each nano-batch. With one nano-batch nothing is split: backward of ``split`` copies rows."""
+    """Returns each nano-batch's rows. With one nano-batch nothing is split, as backward of ``split`` copies rows."""
     return (hidden,) if len(rows) == 1 else hidden.split(list(rows))
 
 
@@ -146,7 +146,7 @@ def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
     """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, with ``pool`` and ``recompute_segments``.
 
-    A HybridModel's stack already has that forward.
+    A HybridModel's stack already has that forward, so it only gets these two.
 
     Raises:
         SupportError: a field of the block's configuration is not supported.

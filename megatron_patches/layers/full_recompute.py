@@ -1,9 +1,9 @@
-"""Full recomputation, for ``distca.CAD(disaggregate=False, recompute="all")``.
+"""Full recomputation of GPTModels, for ``distca.CAD(disaggregate=False, recompute="all")``.
 
 Megatron's ``recompute_granularity="full"`` would pass ``attention_mask`` to autograd's ``save_for_backward``, which
 takes only tensors. In this project the mask is an object that describes the micro-batch, so a closure holds it.
 
-With disaggregation ``block.py`` recomputes layers itself, and so does ``hybrid_stack.py`` in HybridModels. Both only
+With disaggregation ``block.py`` recomputes layers. Without it ``hybrid_stack.py`` does so in HybridModels. Both only
 take :func:`differentiable` from here.
 """
 

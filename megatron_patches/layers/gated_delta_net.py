@@ -1,4 +1,4 @@
-"""Builds Megatron-Core 0.19's gated delta net, also without the package fla; and makes the spec of a layer with it.
+"""Builds Megatron-Core 0.19's gated delta net, on CPUs without the package fla; and makes the spec of its layer.
 
 A gated delta net is a recurrence in place of softmax attention. Megatron's module supplies weights, projections and
 norm. ``distca/recurrent`` computes the convolution and the recurrence. On GPUs it calls fla for the recurrence.

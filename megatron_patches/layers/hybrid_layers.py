@@ -89,7 +89,7 @@ class GatedAttentionLayer(SplitTransformerLayer):
 
 
 def layer_class(config: TransformerConfig, layer_number: int) -> type[SplitTransformerLayer]:
-    """Returns the class of a GPTModel's layer; ``layer_number`` begins with 1."""
+    """Returns this project's class for a GPTModel's layer; ``layer_number`` begins with 1."""
     if is_recurrent(config, layer_number):
         return SplitRecurrentLayer
     if is_latent(config):

@@ -78,8 +78,8 @@ class LatentLayer(SplitTransformerLayer):
         """Computes the norm, Megatron's projections and RoPE.
 
         Args:
-            hidden: [rows, 1, hidden].
-            rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles of these rows.
+            hidden: [rows, 1, hidden], this tensor-parallel rank's part of the rows.
+            rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles of all rows.
 
         Returns:
             ``hidden`` for :meth:`post`; queries [rows, heads, key width]; keys and values in one tensor, [rows, 2,

@@ -113,7 +113,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             self.post_mlp_layernorm = norm(config, size, config.layernorm_epsilon)
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes the layer norm, the QKV projection, the model's norms of queries and keys if any, and RoPE.
+        """Computes the input norm, the QKV projection, the model's norms of queries and keys if any, and RoPE.
 
         Args:
             hidden: [rows, 1, hidden], with sequence parallelism this rank's part of the rows.

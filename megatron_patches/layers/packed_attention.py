@@ -1,8 +1,8 @@
 """Core attention, softmax(QKᵀ)V, inside each of several packed documents, as a module for Megatron's layers.
 
 The forward runs if each rank computes the attention of its own documents, for example with
-``distca.CAD(disaggregate=False)``. If ranks compute attention for each other, this module only holds a parameter, the
-learned sinks.
+``distca.CAD(disaggregate=False)``. If ranks compute attention for each other, this module only holds the learned
+sinks, if any.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.steps.batch_context import gather_nano_rows
 
 _NONE, _OWN = object(), object()
-"""Two values in place of a layer's :class:`Rotary`. ``_NONE``: the layer has no positions. ``_OWN``: the layer uses the
+"""Two values in place of a layer's :class:`Rotary`. ``_NONE``: the layer has no RoPE. ``_OWN``: the layer uses the
 embedding with which the model was built."""
 
 

@@ -1,8 +1,8 @@
 """Groups a model's layers into units, which ``distca/runtime/ping_pong.py`` runs one after the other.
 
 A *mixer* is attention or a recurrence. The mixer's *core* is softmax(QKᵀ)V, or the recurrence without projections;
-other ranks may compute the core. A *unit* is a mixer with all MLPs up to the next mixer. Each layer of a GPTModel is
-a unit. In a HybridModel, mixers and MLPs are separate layers, so a unit may have several layers.
+other ranks may compute the core. A *unit* is a mixer with all MLPs and experts up to the next mixer. Each layer of a
+GPTModel is a unit. In a HybridModel, mixers and MLPs are separate layers, so a unit may have several layers.
 
 A micro-batch has one or two *nano-batches*. For each, a unit's ``pre`` runs first, then the core, and ``post`` last.
 """
@@ -30,7 +30,7 @@ class Unit:
     Attributes:
         mixer: the layer with attention or a recurrence.
         before: in a pipeline stage's first unit, the MLP layers ahead of the mixer; else empty.
-        behind: the layers with the MLPs behind the mixer; in a GPTModel this is [mixer].
+        behind: the layers with the MLPs or experts behind it; in a GPTModel this is [mixer].
     """
 
     mixer: Any

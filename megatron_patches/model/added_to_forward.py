@@ -1,4 +1,4 @@
-"""Tells what a user added to a module's ``forward``, which is passed over if only parts of the module are called."""
+"""Tells what a user added to a module's ``forward``. Code that calls only parts of the module would skip this."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 def added_to_forward(module: torch.nn.Module) -> str:
     """Returns the words for what a user added to a module's ``forward``; "" without such a change."""
-    # All experts' linear layers are asked while the device waits for the host, so by the fastest look-ups.
+    # This runs for all experts' linear layers while the device waits for the host, so look-ups are the fastest.
     own = vars(module)
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return "a hook"

@@ -118,7 +118,7 @@ def build_gpt(
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_percent=rotary_percent,
-        # If layers differ in RoPE, each layer takes its base from ModelOptions, and 10000 is not read.
+        # Unless ``alike``, each layer takes its base from ModelOptions, and 10000 is not read.
         rotary_base=shape.rope_base if alike else 10000,  # type: ignore[arg-type]
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
