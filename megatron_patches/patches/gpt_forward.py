@@ -195,7 +195,7 @@ def _check_rows(
     position_ids: torch.Tensor,
     others: Mapping[str, Any],
 ) -> None:
-    """Refuses tensors that do not have as many rows as the micro-batch, for example those of another micro-batch."""
+    """Refuses tensors with more or fewer rows than the micro-batch has, if its ``nano_rows`` are known."""
     if not micro_batch.nano_rows:
         return
     rows = sum(micro_batch.nano_rows)

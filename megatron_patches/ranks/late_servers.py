@@ -88,7 +88,7 @@ class LateServers:
         self._refuse_shared_gpus(servers)
 
     def _refuse_shared_gpus(self, servers: Sequence[Comer]) -> None:
-        """Refuses late servers on taken GPUs, as no process group could form with them."""
+        """Refuses servers that would join together if one has a taken GPU, as no process group could form with them."""
         stay = whole_places(servers, self._tp, lambda each: not self._watch.is_gone(each.process))
         joining = self.joining()
         for at in range(0, len(joining), self._tp):

@@ -87,7 +87,7 @@ class RemoteServers(ServerMembers):
     def served(self, number: int) -> list[Served | None] | None:
         """Waits for the servers' reports on step ``number``, and returns them in the servers' order.
 
-        In place of the report of a server that has left is None. Ranks other than 0 get None for all.
+        A server that has left has None in place of a report. Ranks other than 0 get None, and no list.
         """
         return [self._answer(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 

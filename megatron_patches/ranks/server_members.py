@@ -64,8 +64,8 @@ _COMING = TIMEOUT - timedelta(seconds=30)
 """The time in which all first servers have to come, and in which each has to choose its kernel or measure its table.
 Other homes wait for rank 0 for ``TIMEOUT``. Rank 0 must give up earlier, so that it can tell them why."""
 _HERE = timedelta(seconds=15)
-"""The time that homes wait for a server's answer once the pool has formed. After it the run goes on without the server.
-On types of devices that ``MAY_GO`` does not name, ``TIMEOUT`` holds instead."""
+"""The time that rank 0 waits for a server's answer once the pool has formed. After it the run goes on without the
+server. On types of devices that ``MAY_GO`` does not name, ``TIMEOUT`` holds instead."""
 _LATE_S = 40.0
 """Seconds beyond their patience after which homes end if a process group has not formed. Gloo gives up by itself, but
 NCCL waits without end for a member that is lost, or that it cannot reach."""
@@ -255,7 +255,7 @@ class ServerMembers:
         return self._anywhere(wanted)
 
     def let_go(self, number: int) -> None:
-        """Leaves server ``number`` out of the pool from the next step on.
+        """Leaves server ``number``, and servers that stay or leave with it, out of the pool from the next step on.
 
         Raises:
             SupportError: servers on this type of device have to stay to the end of the run.

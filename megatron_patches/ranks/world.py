@@ -18,7 +18,7 @@ __all__ = ["World", "join_world", "leave_world"]
 
 
 def join_world() -> World:
-    """Initialises torch.distributed from the launcher's environment variables; NCCL on GPUs, gloo on CPUs.
+    """Initialises torch.distributed from the launcher's variables; NCCL for tensors on GPUs, gloo for those on CPUs.
 
     Without a launcher (``python pretrain_llama.py``) this process is the only rank. Under torchrun the process ends
     when torchrun is killed.

@@ -30,7 +30,7 @@ from megatron_patches.experts.balance import MicroBatchBalance
 class DisaggregatedMicroBatch:
     """A micro-batch whose core attention is computed on several ranks.
 
-    Rows are split into one or two nano-batches; the device computes one while rows of the other travel between ranks.
+    Rows are split into one or two nano-batches. With two, the device computes one while rows of the other travel.
 
     Attributes:
         routes: for each layer of this pipeline stage with attention or a recurrence, which rows this rank sends and
@@ -41,7 +41,7 @@ class DisaggregatedMicroBatch:
             lengths.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
-        balance: counts the rows that go to each expert; None in models without experts.
+        balance: counts the rows that go to each expert; the forward of a model with experts sets it.
     """
 
     routes: Sequence[LayerRoutes]
@@ -118,7 +118,7 @@ class PackedMicroBatch:
         """Returns o_NHV, the output of a recurrent layer's convolution and recurrence. Padding gets 0.
 
         Args:
-            layer: number of the layer's unit on this stage, from 0, for the timeline.
+            layer: number, from 0, among this stage's layers with attention or a recurrence; for the timeline.
             parameters: the weights of the convolution and of the recurrence.
             mixed_NC: the input of the convolution.
             g: [N, H] logarithm of the factor by which the recurrent state decays at each row.
@@ -145,7 +145,7 @@ def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> 
     Args:
         x: [sum(nano_rows), ...] the rows of all tensor-parallel ranks, one rank after the other.
         nano_rows: number of rows in each nano-batch, multiples of ``chunks``.
-        chunks: number of tensor-parallel ranks.
+        chunks: as in :class:`DisaggregatedMicroBatch`.
     """
     if len(nano_rows) == 1:
         return [x]

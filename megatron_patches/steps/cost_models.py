@@ -36,11 +36,11 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
 
 
 def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | None = None) -> CostModel:
-    """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
+    """Returns the cost model for the heads of one tensor-parallel rank; all ranks call it together.
 
-    If ``cost_table`` is a file, the object is the file's table. Otherwise it is a table for ``sort`` and these heads,
-    from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no table for
-    them, the object is an estimate.
+    If ``cost_table`` is a file, the result is the file's table. Otherwise it is a table for ``sort`` and these heads,
+    from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no table, it
+    is a formula. For the kernel "reference" the formula only counts pairs.
 
     Raises:
         PlanError: the file is not usable or was measured for other heads; or neither the folder ``cost_table`` nor the
@@ -78,9 +78,9 @@ def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, w
 
 
 def cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
-    """Returns the object that gives the seconds of tasks in layers of one kind.
+    """Returns the cost model of one kind of layer; all ranks call it together.
 
-    If the kind has a window, ``cost`` is a table and a table for the window exists, the object is that table. Otherwise
+    If the kind has a window, ``cost`` is a table and a table for the window exists, the result is that table. Otherwise
     it is derived from ``cost``."""
     if kind.window and isinstance(cost, TableCost):
         table = of_first_rank(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
@@ -93,7 +93,7 @@ def cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: 
 def costs_on(
     sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel, cost_table: str | None
 ) -> tuple[CostModel, ...] | None:
-    """Returns a cost model for each kind of layer, on servers of the sort ``sort``.
+    """Returns each kind's cost model on servers of ``sort``; all ranks call it together.
 
     The result is None if there is no table for the sort; if ``cost``, which is the first server's, is no table; or if
     ``cost_table`` is a file, which holds for all servers.

@@ -78,7 +78,7 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
 
 def _places(batch: Batch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns for each row of this rank the token's place in the list of all documents' tokens, one after the other.
+    """Returns each row's place among all documents' tokens, one after the other, and whether the row is no padding.
 
     Example: documents have 3 and 4 tokens. This rank has token 2 of document 0, token 1 of document 1, and a padding
     row. The results are [2, 4, 0] and [True, True, False].

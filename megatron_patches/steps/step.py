@@ -1,7 +1,7 @@
 """Makes a step: plans one global batch, and brings this rank's part of the batch to its device.
 
 A row is the hidden state of one token. The plan gives every row a data-parallel rank, which computes linear layers for
-it. The plan also divides core attention into tasks, and gives each task to a rank of any pipeline stage, or to a
+it. With ``disaggregate`` it divides core attention into tasks. Each task goes to a rank of any pipeline stage, or to a
 *server without a model*: a process that computes attention only. A rank's *routes* list the rows that it sends and
 receives, and its tasks. Every rank calls :func:`make_step` with the same documents, and computes the same plan.
 """

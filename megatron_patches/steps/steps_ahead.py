@@ -1,4 +1,4 @@
-"""Plans the next training step, a global batch, in a background thread while the device runs the current step."""
+"""Plans the next step, a global batch, in a background thread while the device runs the current step."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def argument_of(model: Any, name: str) -> Any:
 
 
 def check_model_groups(model: Any) -> None:
-    """Raises SupportError if a model has other process groups than those of Megatron's ``parallel_state``."""
+    """Raises SupportError if a model's tensor-parallel or pipeline group is not that of ``parallel_state``."""
     ours = {
         "tp": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
         "pp": parallel_state.get_pipeline_model_parallel_group(check_initialized=False),
@@ -222,7 +222,7 @@ def check_options(path: str, layer: Any, options: ModelOptions) -> None:
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Raises SupportError unless norms of query and key heads are as ``config`` and ``options`` ask."""
+    """Raises SupportError unless norms of queries and keys are as ``config`` and ``options`` ask."""
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
     for name, wanted in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):
