@@ -37,8 +37,9 @@ def join_pool(
         remote: processes without a model that compute attention too, if there are any.
 
     Raises:
-        KernelError, TransportError: the kernel or transport cannot run on a rank or a process of ``remote``, or
-            gives wrong results there.
+        KernelError: the kernel cannot run on a rank or a process of ``remote``, or gives wrong results there.
+        TransportError: the transport cannot be used.
+        LaunchError: a process of ``remote`` gives no answer.
         SupportError: no kernel on this device gives right results for the recurrent layers.
     """
     spec = attention_spec(config, layer_kinds, device, given)

@@ -1,4 +1,6 @@
-"""Exchanges of rows between ranks: the rows that each rank sends, receives and keeps for attention.
+"""Exchanges of rows between ranks: the rows that each rank sends, receives and keeps.
+
+Attention uses them as said below. Recurrent layers use them for halo rows and states (``plan/recurrent``).
 
 A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. A
 *server* is a rank that computes attention. A *task* is a range of query rows of one document on one server.
@@ -23,10 +25,10 @@ from distca.plan.sorting import order_by
 
 @dataclass(frozen=True)
 class Segments:
-    """Ranges of rows that are copied between two tensors, sorted by (peer, destination).
+    """Ranges of rows that are copied between two tensors; in exchanges, sorted by (peer, destination).
 
     Attributes:
-        peer: [N] the rank at the other end.
+        peer: [N] the rank at the other end; this rank itself for copies inside it.
         source: [N] first row in the sender's tensor.
         destination: [N] first row in the receiver's tensor.
         rows: [N] number of rows.
@@ -62,7 +64,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """One rank's part of an exchange of q rows, or of k and v rows.
+    """One rank's part of an exchange, such as that of q rows, or of k and v rows.
 
     The rank has a home tensor, from which rows are sent, and a server buffer, which gets each row once. A kernel reads
     one *region* of k,v rows for each task. If tasks share rows, the server copies rows from its buffer to the regions.
@@ -142,7 +144,7 @@ class ReadRanges:
 
 
 class Exchanges:
-    """The exchanges of q rows, or of k and v rows, for all ranks.
+    """The parts of all ranks in an exchange, such as that of q rows, or of k and v rows.
 
     Args:
         source_rows: [R] rows of every sender's tensor.

@@ -12,8 +12,8 @@ Example: a document of 6 rows is on two ranks.
 | query rows in pong | 4 | 5 |
 | k,v rows in pong | 0, 1 (carried), 4 | 2, 3 (carried), 5 |
 
-Array legend: D documents of the micro-batch, or with pipeline stages of all micro-batches that are planned together; S
-shards, R ranks, N ranges. All arrays are int64.
+Array legend: S shards, R ranks, N ranges, and D documents of the micro-batch. With pipeline stages, these are those of
+all micro-batches that are planned together. All arrays are int64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distca.plan.sorting import order_by
 
 @dataclass(frozen=True)
 class Shards:
-    """Ranges of documents, each on one home rank, sorted by (document, start).
+    """Ranges of documents, each on one home rank; in a :class:`Layout`, sorted by (document, start).
 
     Attributes:
         document: [S] index of the document, from 0 to D - 1.

@@ -134,9 +134,9 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
         for nano, each in enumerate(of_layer):
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
-        # All ranks must start exchanges, and wait for them ("join"), in autograd's order: last layer first, and pong
-        # before ping. Autograd joins the gradients of layer i + 1 right before it launches layer i's exchange. With
-        # experts it joins those of both nano-batches first, which leaves the order of launches as it is.
+        # All ranks must launch exchanges in autograd's order: last layer first, and pong before ping. Gradients of
+        # layer i + 1 are joined right before layer i's exchange is launched, as autograd does without experts. With
+        # experts it joins those of both nano-batches first; the order of launches is the same.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

@@ -26,7 +26,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
-        self.gated_delta_rule = _never_called  # in place of fla's function
+        self.gated_delta_rule = _never_called  # only Megatron's own forward calls it
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
         _never_called()

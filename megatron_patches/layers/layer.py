@@ -45,7 +45,7 @@ class SplitLayerParts:
 
     Attributes:
         keeps_outputs: whether outputs of norms stay in memory until backward. If False, backward computes those again
-            that only one linear layer or MLP reads.
+            that only one linear layer or MLP reads. With FP8 a linear layer keeps a copy of its own instead.
     """
 
     options = MEGATRONS
@@ -76,10 +76,10 @@ class SplitLayerParts:
         return hidden, mixed.squeeze(1)
 
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        """Frees ``normed``, unless outputs are kept; backward computes it again from ``hidden``.
+        """Frees ``normed``, and backward computes it again from ``hidden``.
 
-        ``used`` is the output of the only operation that reads ``normed``. What a user added to a norm may read or
-        change ``normed`` too.
+        Nothing is freed if outputs are kept, or if the norm has a user's hooks, which may read or change ``normed``.
+        ``used`` is the output of the only operation that reads ``normed``.
         """
         if normed is not hidden and not self.keeps_outputs and not added_to_forward(norm):
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
@@ -163,7 +163,9 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def behind(
         self, branch: Branch | None, hidden: torch.Tensor, nano_batch: NanoBatch | None
     ) -> tuple[Branch, torch.Tensor]:
-        """Adds a branch to the residual, then computes the norm, and the MLP or experts.
+        """Adds a branch to the residual, and computes the norm, and the MLP or experts.
+
+        The norm reads the sum, or with ``parallel_mlp`` the residual without the branch.
 
         Args:
             branch: the output of the mixer, or of an earlier layer's MLP. None if the residual already has it.
@@ -259,14 +261,15 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
 
 def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``hidden`` and the normed ``hidden``. :class:`RMSNorm` computes their joint gradient in one kernel."""
+    """Returns ``hidden`` and the normed ``hidden``. On GPUs RMSNorm has a kernel for their joint gradient."""
     return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
 
 
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
     """Sets whether outputs of norms and of MLPs' activations stay in memory until backward.
 
-    If Megatron's ``recompute_granularity`` is set, outputs of activations stay even if ``keep`` is False.
+    If Megatron's ``recompute_granularity`` is set, MLPs do not free outputs of activations even if ``keep`` is False.
+    Those of recomputed MLPs do not last until backward anyway.
     """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):

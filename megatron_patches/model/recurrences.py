@@ -17,7 +17,7 @@ from distca.recurrent import Recurrence
 def has_recurrent_layers(config: TransformerConfig) -> bool:
     """Whether a GPTModel has layers with the gated delta rule.
 
-    False for all HybridModels, also those with such layers, which their pattern names.
+    A HybridModel's pattern names its layers; ``support/hybrid.py`` refuses such a configuration for it.
     """
     return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
 

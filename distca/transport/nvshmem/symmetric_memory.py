@@ -4,6 +4,7 @@
 - intra-node peers: the other ranks of this node. This rank writes to their blocks by copies or a kernel (intranode.py).
 - inter-node peers: ranks on other nodes. This rank writes to their blocks by NVSHMEM's own calls (internode.py).
 - hop: one movement of tensor rows between all ranks. Hops are numbered 1, 2, 3 and so on.
+- exchange: one hop, or two if ranks send rows on to others.
 - slot: a 64-bit word in a block. To signal, a rank writes a hop's number to a slot of a peer.
 
 A block has, in this order:
@@ -138,7 +139,7 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
-        # ``what`` is a part of warnings. :meth:`_missing` looks at list 1 of slots for "rows of", else at list 2.
+        # ``what`` is a part of messages. :meth:`_missing` looks at list 1 of slots for "rows of", else at list 2.
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
