@@ -184,8 +184,9 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, has_rows: np.ndarray) -> CostModel:
     """Returns the cost model of all servers; ``has_rows`` [R] bool says which have rows of their own in this phase.
 
-    A server without rows of its own waits until rows arrive. If linear layers are balanced too, a :class:`PoolCost`
-    adds part of this time (``WAITED_FOR`` in ``cost/travelling.py``) to the server's tasks."""
+    A server without rows of its own waits until rows arrive. A part of this time (``WAITED_FOR`` in
+    ``cost/travelling.py``) is added to its tasks if linear layers are balanced too, in pools with a
+    :class:`PoolCost`: pools of unlike servers, or with servers without a model."""
     cost = options.server_cost
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost

@@ -32,9 +32,9 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""If a document takes more than this many times the attention seconds of an average rank, it is not left to one rank.
-Its rows then travel in any placement (``none_is_long`` in ``choice.py``). Values from 1.01 to 1.2 give about equal
-plans (benchmarks/results/planner_constants.json)."""
+"""A document is long from this many times the attention seconds of an average rank. Rows of long documents travel in
+any placement, so fewer placements are compared (``none_is_long`` in ``choice.py``). Values from 1.01 to 1.2 give about
+equal plans (benchmarks/results/planner_constants.json)."""
 _LONGER = 1.02
 """If :func:`plan_step` moves documents between micro-batches, a micro-batch gets at most this factor times the tokens
 of the largest micro-batch that was given. If documents do not fit so, the limit is ``room``."""
@@ -229,7 +229,7 @@ def _of_one_stage(options: PlanOptions) -> PlanOptions:
 def _laid_out(
     options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Once
 ) -> tuple[Layout, ...]:
-    # With several stages, idle stages serve ping and then pong of other stages. "even" gives both equal work.
+    # With several stages, idle stages serve ping and then pong of other stages, so "lean" would give ping too little.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:

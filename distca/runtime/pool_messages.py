@@ -29,8 +29,8 @@ class PoolTerms:
     Attributes:
         spec: core attention on a home, with heads, dtype, device and the layers' kinds (such as window and scale).
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
-        layers: numbers, from 0, of a pipeline stage's layers with attention, equal for all stages; empty means that
-            all layers have attention.
+        layers: numbers, from 0, of a pipeline stage's layers (of a HybridModel: units) with attention, equal for all
+            stages; empty means that all layers have attention.
     """
 
     options: PlanOptions
@@ -98,7 +98,8 @@ class Generation:
         servers: the servers, in the order of their ranks in the pool, which follow the homes' ranks. With
             tensor-parallel size ``tp``, the servers i · ``tp`` to i · ``tp`` + ``tp`` - 1 have the same rank, each in
             its own process group.
-        told: number of the generation's first message in the store.
+        told: the number of the generation's first message among those that rank 0 of the homes numbers in the store
+            (``PoolStore.tell``), such as plans.
     """
 
     number: int

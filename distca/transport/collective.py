@@ -123,7 +123,7 @@ class CollectiveHandle:
         return [each.work for each in self._under_way if each.work is not None]
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Makes a thread of gloo call ``ended`` each time a collective of this exchange ends."""
+        """Makes a thread of gloo call ``ended`` each time a collective of this exchange ends; on CPUs only."""
         self._ended = ended
         for each in self._under_way:
             each.tell(ended)

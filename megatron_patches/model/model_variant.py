@@ -74,7 +74,7 @@ def cad_keywords(shape: ModelShape) -> dict[str, Any]:
 def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
     """Returns RoPE of each layer, with None for layers without RoPE.
 
-    The result is () if the model's rotary embedding is right for all layers, or if no layer has RoPE.
+    The result is () if the model's rotary embedding is right for all layers, or if a hybrid model has no RoPE.
     """
     variant = shape.variant
     if variant.turns_alike or not shape.hybrid.rotate:

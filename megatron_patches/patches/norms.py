@@ -150,8 +150,8 @@ class KeyWidthNorm(_WidthNorm):
 
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
     """Prepares a norm's parameters; returns whether the weight is zero-centred."""
-    # With sequence parallelism each tensor-parallel rank normalises its own rows or heads. Megatron adds up a
-    # parameter's gradients over these ranks if the parameter has the attribute ``sequence_parallel``.
+    # With sequence parallelism each tensor-parallel rank normalises its own rows. Megatron adds up a parameter's
+    # gradients over these ranks if the parameter has the attribute ``sequence_parallel``, or is of norms of heads.
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if config.layernorm_zero_centered_gamma:

@@ -1,8 +1,8 @@
 """Checks the layer spec that a user gives to ``distca.CAD.block_spec``.
 
 A spec names the class of each module of a transformer layer. Megatron's specs with its own modules and with Transformer
-Engine's are supported. Other classes are refused, because ``layers/block.py`` replaces modules by ones that compute
-only what the supported classes do.
+Engine's are supported, also with this project's classes in their place. Other classes are refused, because
+``layers/block.py`` replaces modules by ones that compute only what the supported classes do.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def check_layer_spec(spec: ModuleSpec) -> None:
 
 
 def has_te_linears(spec: ModuleSpec) -> bool:
-    """Whether a spec that :func:`check_layer_spec` accepted has Transformer Engine's linear layers."""
+    """Whether the first linear layer of a spec that :func:`check_layer_spec` accepted is Transformer Engine's."""
     linear = spec.submodules.self_attention.submodules.linear_qkv
     return linear in (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
 

@@ -1,8 +1,8 @@
-"""Cost models that add the time in which a task's rows travel, for servers without rows of their own.
+"""Cost models that add the time in which a task's rows travel there and back, for servers without rows of their own.
 
 A *task* is a range of a document's queries, with all keys that the queries see. A *server* is a rank that computes
-tasks. *Rows* are tokens' q, k and v. While rows travel, a server that has rows of its own computes linear layers. A
-server that has none waits, so a part of the travel time counts as its attention time.
+tasks. *Rows* are tokens' q, k and v, and what comes back. While rows travel, a server that has rows of its own computes
+linear layers. A server that has none waits, so a part of the travel time counts as its attention time.
 
 Array legend: R servers, K directions (forward, backward), N tasks.
 """
