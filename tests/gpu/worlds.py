@@ -67,7 +67,7 @@ class Worlds:
         self.failures: list[str] = []
         """How ranks failed that had done their cases."""
         self._spool, self._gpus, self._until, self._record = spool, gpus, until, record
-        self._free = _ranks_of_gpu() * max(1, gpus)
+        self._free = _most_ranks() * max(1, gpus)
         self._places = self._free
         self._seen: set[Path] = set()
         self._queues: dict[Sort, list[tuple[Path, Asked]]] = {}
@@ -210,11 +210,11 @@ class Worlds:
         logger.info("%s", line)
 
 
-def _ranks_of_gpu() -> int:
+def _most_ranks() -> int:
     """The most ranks on a GPU, or on the CPUs, at a time."""
     if not torch.cuda.is_available():
         return RANKS_ON_CPUS
-    return int(torch.cuda.get_device_properties(0).total_memory / 2**30 / GIB_PER_RANK)
+    return max(1, int(torch.cuda.get_device_properties(0).total_memory / 2**30 / GIB_PER_RANK))
 
 
 def _gpus(first: int, ranks: int, count: int) -> list[int]:
