@@ -6,12 +6,22 @@ forked from a process that has imported Megatron-Core already, which takes longe
 
 import atexit
 import gc
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
 from distca.testing.ranks import preload
+
+CORES = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
+"""Those that this process may use, as far as the system says."""
+
+if CORES and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    # Ranks of a test wait for each other most of the time. On one core, one wakes another up without a signal between
+    # cores, which takes long on virtual machines.
+    os.sched_setaffinity(0, {sorted(CORES)[int(worker.removeprefix("gw")) % len(CORES)]})
 
 gc.disable()  # until all tests are imported, none of which is garbage
 
@@ -52,6 +62,17 @@ if not torch.cuda.is_available():
         "benchmarks.throughput.session",
         "tests.testing.first_uses",
     )
+
+
+@pytest.fixture
+def all_cores() -> Iterator[None]:
+    """Lets a test use all cores; it is skipped where there is one."""
+    if len(CORES) < 2:
+        pytest.skip("it needs two cores")
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, CORES)
+    yield
+    os.sched_setaffinity(0, own)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -122,7 +122,7 @@ def wrong_with_module(name: str, arguments: list[str], patch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def patch(monkeypatch: pytest.MonkeyPatch, all_cores: None) -> pytest.MonkeyPatch:
     """Programs end when they have parsed their arguments."""
     parse = argparse.ArgumentParser.parse_args
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ RUN = ["--modes", "packed", "distca", "--mixes", "pretrain", "--contexts", "512"
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two nodes need two cores")
+@pytest.mark.usefixtures("all_cores")
 def test_modes_train_over_a_slow_link_and_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_network, "Nodes", ForkedNodes)
     (modes,) = run(1000, tmp_path, [*RUN, "--traced", "0", "--", *SETTINGS]).values()
@@ -42,7 +41,7 @@ def test_modes_train_over_a_slow_link_and_are_predicted(tmp_path: Path, monkeypa
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two nodes need two cores")
+@pytest.mark.usefixtures("all_cores")
 def test_what_cannot_be_is_refused_before_anything_starts() -> None:
     with pytest.raises(LaunchError, match="--megabits has -1"):
         _check([100, -1], [])
