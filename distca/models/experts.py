@@ -28,7 +28,7 @@ class Experts:
         shared_ffn: width of an expert that all rows go to; 0 for none.
         shared_gate: the shared expert's output is multiplied by the sigmoid of a learned number.
         score: how the router's logits become scores.
-        normalize: scores of a row's experts add up to 1, or to scale where that is set; sigmoid needs it.
+        normalize: a row's scores add up to 1, or to scale where set; sigmoid needs it unless topk is 1.
         bias: experts are chosen by score plus a bias, which grows by bias_rate after a step with fewer rows than the
             mean, and shrinks otherwise. Needs score sigmoid.
         bias_rate: how much this bias changes in a step.
@@ -101,9 +101,9 @@ class Experts:
         found = []
         if not (math.isfinite(self.scale) and self.scale > 0):
             found.append(f"scale is {self.scale:g}; it must be a number above 0.")
-        if self.score == "sigmoid" and not self.normalize:
-            found.append("normalize is false, but scores of sigmoid are always normalised; set it to true.")
-        if self.score == "softmax" and self.normalize and self.topk == 1:
+        if self.score == "sigmoid" and not self.normalize and self.topk > 1:
+            found.append("normalize is false, but scores of several sigmoids are always normalised; set it to true.")
+        if self.normalize and self.topk == 1:
             found.append(
                 "normalize is true, but topk is 1, whose score would always be 1, so that the router learns nothing; "
                 "set normalize to false."

@@ -23,8 +23,9 @@ SOME = Experts(count=8, topk=2, ffn=8)
         ({"dense_layers": 4}, "dense_layers is 4, but the model has 4 layers, so none has experts"),
         ({"shared_gate": True}, "shared_gate is true, but shared_ffn is 0"),
         ({"scale": 0.0}, "scale is 0; it must be a number above 0."),
-        ({"score": "sigmoid", "normalize": False}, "normalize is false, but scores of sigmoid are always normalised"),
+        ({"score": "sigmoid", "normalize": False}, "but scores of several sigmoids are always normalised"),
         ({"topk": 1}, "normalize is true, but topk is 1, whose score would always be 1"),
+        ({"topk": 1, "score": "sigmoid"}, "normalize is true, but topk is 1, whose score would always be 1"),
         ({"bias": True}, "bias is true, but score is softmax, which has none"),
         ({"groups": 4}, "chosen_groups is 0 and groups is 4; give 1 to groups of them"),
         ({"groups": 3, "chosen_groups": 1}, "groups is 3, which does not divide count 8"),
@@ -50,6 +51,7 @@ def test_published_routers_can_work() -> None:
         chosen_groups=4, scale=2.5,
     )  # fmt: skip
     assert not deepseek.problems(61)
+    assert not replace(SOME, topk=1, score="sigmoid", normalize=False).problems(4)
 
 
 def test_which_layers_have_experts() -> None:
