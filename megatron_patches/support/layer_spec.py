@@ -18,6 +18,7 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention
@@ -33,7 +34,9 @@ from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.patches.norms import LayerNorm, LayerNormWithoutBias, RMSNorm
 
-_NORMS = (WrappedTorchNorm, RMSNorm, LayerNorm, LayerNormWithoutBias, TENorm)
+# Megatron's local spec has FusedLayerNorm if Apex is installed. This project's norms take the place of all of these.
+_NORMS = (WrappedTorchNorm, FusedLayerNorm, RMSNorm, LayerNorm, LayerNormWithoutBias, TENorm)
+_TE_LINEARS = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TERowParallelLinear)
 _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='RMSNorm')."
 
 
@@ -45,7 +48,8 @@ def check_layer_spec(spec: ModuleSpec) -> None:
             get_gpt_layer_with_transformer_engine_spec.
 
     Raises:
-        SupportError: a class is not supported, or attention is not causal.
+        SupportError: a class is not supported, attention is not causal, or only some linear layers are Transformer
+            Engine's.
     """
     if not isinstance(spec, ModuleSpec):
         raise SupportError(
@@ -76,12 +80,19 @@ def check_layer_spec(spec: ModuleSpec) -> None:
     _expect_norm_and_linear(parts, "pre_mlp_layernorm", "mlp.linear_fc1", linears.linear_fc1)
     _expect_in_spec("self_attention.linear_proj", heads.linear_proj, RowParallelLinear, TERowParallelLinear)
     _expect_in_spec("mlp.linear_fc2", linears.linear_fc2, RowParallelLinear, TERowParallelLinear)
+    _expect_one_kind(
+        {
+            "self_attention.linear_qkv": heads.linear_qkv,
+            "self_attention.linear_proj": heads.linear_proj,
+            "mlp.linear_fc1": linears.linear_fc1,
+            "mlp.linear_fc2": linears.linear_fc2,
+        }
+    )
 
 
 def has_te_linears(spec: ModuleSpec) -> bool:
-    """Whether the first linear layer of a spec that :func:`check_layer_spec` accepted is Transformer Engine's."""
-    linear = spec.submodules.self_attention.submodules.linear_qkv
-    return linear in (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
+    """Whether the linear layers of a spec that :func:`check_layer_spec` accepted are Transformer Engine's."""
+    return spec.submodules.self_attention.submodules.linear_qkv in _TE_LINEARS
 
 
 def mlp_submodules(spec: Any) -> Any:
@@ -96,6 +107,17 @@ def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> No
         return
     _expect_in_spec(path, linear, ColumnParallelLinear, TEColumnParallelLinear)
     _expect_in_spec(norm, found, *_NORMS)
+
+
+def _expect_one_kind(linears: dict[str, Any]) -> None:
+    """Refuses a spec of which only some linear layers are Transformer Engine's, as CAD gives all one kind."""
+    (first, of_first), *others = linears.items()
+    for path, linear in others:
+        if (linear in _TE_LINEARS) != (of_first in _TE_LINEARS):
+            raise SupportError(
+                f"{path} of the layer spec is {name_of(linear)}, but {first} is {name_of(of_first)}, and all linear "
+                f"layers must be Megatron's or all Transformer Engine's{_LOCAL}"
+            )
 
 
 def _module(spec: Any) -> Any:

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -11,7 +12,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_patches.support.layer_spec import check_layer_spec
+from megatron_patches.support.layer_spec import TERowParallelLinear, check_layer_spec, name_of
 from tests.megatron_patches.support.cases import refusal
 
 
@@ -33,6 +34,12 @@ def test_megatrons_local_layer_spec_is_served(qk_layernorm):
     check_layer_spec(get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_layernorm))
 
 
+def test_megatrons_local_layer_spec_with_apexs_layer_norm_is_served():
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = FusedLayerNorm
+    check_layer_spec(spec)
+
+
 CHANGES = {
     "self_attention.linear_qkv of the layer spec is TELayerNormColumnParallelLinear, whose norm would be applied "
     "twice": lambda spec: setattr(
@@ -41,7 +48,10 @@ CHANGES = {
     "mlp.linear_fc1 of the layer spec is TELayerNormColumnParallelLinear, whose norm": lambda spec: setattr(
         _linears(spec), "linear_fc1", TELayerNormColumnParallelLinear
     ),
-    "mlp.linear_fc2 of": lambda spec: setattr(_linears(spec), "linear_fc2", TENorm),
+    "mlp.linear_fc2 of the layer spec is TENorm, but": lambda spec: setattr(_linears(spec), "linear_fc2", TENorm),
+    f"mlp.linear_fc2 of the layer spec is {name_of(TERowParallelLinear)}, but self_attention.linear_qkv is Column": (
+        lambda spec: setattr(_linears(spec), "linear_fc2", TERowParallelLinear)
+    ),
     "input_layernorm of the layer spec is TENorm, but WrappedTorchNorm": lambda spec: setattr(
         spec.submodules, "input_layernorm", TENorm
     ),
