@@ -2,9 +2,8 @@
 
 It refuses FP8 and bfloat16 moments of Adam where they cannot be had. Only Transformer Engine's layers compute in FP8.
 
-In messages ``fp8`` is the trainer's setting, or :func:`fp8_of` Megatron's configuration. It names the values from which
-the scale of an FP8 tensor is computed: the tensor's own ("current"), those of earlier steps ("delayed"), or each
-block's ("blockwise").
+FP8 has a name for the values from which a tensor's scale is computed (:func:`fp8_of`): the tensor's own ("current"),
+those of earlier steps ("delayed"), or each block's ("blockwise").
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from distca.errors import SupportError
 from distca.sizes.fp8_shapes import unfit_widths
 from megatron_patches.model.latent import is_latent
 from megatron_patches.te.installed import why_not_supported
-from megatron_patches.te.quantization import fp8_of
+from megatron_patches.te.quantization import fp8_of, name_fp8
 
 Linears = Literal["auto", "local", "te"]
 
@@ -50,7 +49,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
     if linears == "local":
         if fp8 != "none":
             raise SupportError(
-                f"`fp8` is {fp8}, but `linears` is local, and Megatron-Core's own linear layers know no FP8: set "
+                f"{name_fp8(config)}, but `linears` is local, and Megatron-Core's own linear layers know no FP8: set "
                 "`linears` to auto or te, or leave `fp8` out."
             )
         return False
@@ -58,7 +57,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
     if reason and (linears == "te" or fp8 != "none"):
         if fp8 == "none":
             raise SupportError(f"`linears` is te, but {reason}: set `linears` to auto.")
-        raise SupportError(f"`fp8` is {fp8}, but {reason}: leave `fp8` out.")
+        raise SupportError(f"{name_fp8(config)}, but {reason}: leave `fp8` out.")
     if fp8 != "none":
         _check_fp8(config, device)
     return reason is None
@@ -112,7 +111,7 @@ def why_not_fp8(device: torch.device, blockwise: bool) -> str | None:
 def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
     fp8 = fp8_of(config)
     if reason := first_objection(why_not_fp8(device, fp8 == "blockwise")):
-        raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")
+        raise SupportError(f"{name_fp8(config)}, but {reason}: leave `fp8` out.")
     if config.fp8_param and config.use_cpu_initialization:
         raise SupportError(
             "fp8_param is True, but use_cpu_initialization draws weights after the optimizer's copies of them were "
@@ -136,4 +135,5 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
         tp=tp,
         shared=config.sequence_parallel,
     ):
-        raise SupportError(unfit.replace("`tp`", "tensor_model_parallel_size"))
+        said = unfit.replace(f"`fp8` is {fp8}", name_fp8(config)).replace("`fp8` to none", "fp8 to None")
+        raise SupportError(said.replace("`tp`", "tensor_model_parallel_size"))

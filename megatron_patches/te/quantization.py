@@ -54,6 +54,14 @@ def fp8_of(config: TransformerConfig) -> Fp8:
     return names[config.fp8_recipe]
 
 
+def name_fp8(config: TransformerConfig) -> str:
+    """Returns the field that says how a configuration with FP8 scales, and its value, as a message begins.
+
+    Scripts of users have these words. A trainer replaces what is in backquotes by its own setting and value.
+    """
+    return f"`fp8_recipe` is `{config.fp8_recipe}`"
+
+
 def keeps_inputs(linear: Any) -> bool:
     """Whether a linear layer keeps its unrounded input for backward. Otherwise it keeps an FP8 copy."""
     return linear.config.fp8 is None or getattr(linear, "save_original_input", False)

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.cluster.agreement import first_objection
 from distca.errors import SupportError
 from distca.sizes.fp8_shapes import Fp8
-from megatron_patches.te.quantization import fp8_of, in_fp8
+from megatron_patches.te.quantization import fp8_of, in_fp8, name_fp8
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
     scaled = None if plain or fp8 == "none" else first_objection(_why_wrong(fp8, config, device))
     torch.cuda.empty_cache()
     if fp8 != "none" and (plain or scaled):
-        remedy = "set `fp8` to none and `linears` to local" if plain else "set `fp8` to none"
+        remedy = "leave `fp8` out and set `linears` to local" if plain else "leave `fp8` out"
         raise SupportError(
-            f"`fp8` is {fp8}, but Transformer Engine's products are wrong here, as {plain or scaled}: {remedy}, or "
+            f"{name_fp8(config)}, but Transformer Engine's products are wrong here, as {plain or scaled}: {remedy}, or "
             "install another version of Transformer Engine."
         )
     return plain

@@ -19,6 +19,7 @@ SETTINGS = {
     "end_token": "data.end_token",
     "field": "data.field",
     "fp8": "train.fp8",
+    "fp8_recipe": "train.fp8",
     "kernel": "cad.kernel",
     "linears": "train.linears",
     "longer": "data.longer",
@@ -41,11 +42,13 @@ SETTINGS = {
     "vocabulary": "data.vocabulary",
 }
 """The setting that a run gives each parameter of a lower layer by."""
+_VALUES = {"tensorwise": "current", "delayed": "delayed", "blockwise": "blockwise"}
+"""The setting train.fp8 for each value of Megatron's ``fp8_recipe``."""
 
 
 def with_settings(message: str) -> str:
-    """The message with the names of settings in place of parameters in backquotes."""
-    return rename_parameters(message, SETTINGS.get)
+    """The message with the names of settings, and their values, in place of what is in backquotes."""
+    return rename_parameters(message, (SETTINGS | _VALUES).get)
 
 
 @contextmanager

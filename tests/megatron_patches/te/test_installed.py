@@ -108,13 +108,13 @@ def test_narrow_moments_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("linears", "fields", "device", "said"),
     [
         ("te", {}, CPU, "`linears` is te, but Transformer Engine computes on GPUs only"),
-        ("auto", {"fp8": "hybrid"}, CPU, "`fp8` is delayed, but Transformer Engine computes on GPUs only"),
-        ("local", {"fp8": "hybrid"}, GPU, "`fp8` is delayed, but `linears` is local, and Megatron-Core's own"),
+        ("auto", {"fp8": "hybrid"}, CPU, "`fp8_recipe` is `delayed`, but Transformer Engine computes on GPUs only"),
+        ("local", {"fp8": "hybrid"}, GPU, "`fp8_recipe` is `delayed`, but `linears` is local, and Megatron-Core's own"),
         (
             "auto",
             {"fp8": "e4m3", "fp8_recipe": "blockwise"},
             GPU,
-            "`fp8` is blockwise, but A100 has compute cap",
+            "`fp8_recipe` is `blockwise`, but A100 has compute cap",
         ),
     ],
 )
@@ -146,6 +146,16 @@ def test_fp8_weights_are_drawn_where_they_are_and_their_main_weights_shared(monk
         choice.use_te("auto", delayed, GPU)
     config.use_cpu_initialization = True
     with pytest.raises(SupportError, match="fp8_param is True, but use_cpu_initialization draws weights after"):
+        choice.use_te("auto", config, GPU)
+
+
+def test_widths_that_do_not_fit_are_refused_in_the_words_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("why_not_te", "why_not_fp8"):
+        monkeypatch.setattr(choice, name, lambda *_: None)
+    monkeypatch.setattr(choice.parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
+    config: Any = _config(fp8="hybrid", fp8_recipe="tensorwise", kv_channels=6)
+    said = r"^`fp8_recipe` is `tensorwise`, but .* is 72, .* or tensor_model_parallel_size, or set fp8 to None\.$"
+    with pytest.raises(SupportError, match=said):
         choice.use_te("auto", config, GPU)
 
 

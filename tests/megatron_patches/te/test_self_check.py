@@ -43,7 +43,10 @@ def test_columns_of_others_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
-    [("current", "set `fp8` to none, or"), ("none", "set `fp8` to none and `linears` to local, or")],
+    [
+        ("current", "^`fp8_recipe` is `tensorwise`, but.*: leave `fp8` out, or"),
+        ("none", "leave `fp8` out and set `linears` to local, or"),
+    ],
 )
 def test_the_remedy_leaves_out_the_layers_that_are_wrong(monkeypatch, wrong, remedy) -> None:
     monkeypatch.setattr(self_check, "_why_wrong", lambda fp8, *_: "the output is 0" if fp8 == wrong else None)

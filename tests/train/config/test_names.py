@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[3]
 
 def test_parameters_become_settings() -> None:
     assert with_settings("`fp8` is current") == "train.fp8 is current"
+    assert with_settings("`fp8_recipe` is `tensorwise`: leave `fp8` out.") == (
+        "train.fp8 is current: leave train.fp8 out."
+    )
     said = "`transport` is 'x'; set `transport` to auto, or run `distca profile` or `unknown`."
     assert with_settings(said) == (
         "cad.transport is 'x'; set cad.transport to auto, or run `distca profile` or `unknown`."
