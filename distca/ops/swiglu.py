@@ -19,8 +19,8 @@ def swiglu(x: torch.Tensor, factors: torch.Tensor | None = None, gate: Gate = SW
     """Returns the gate's function of both halves of the columns, times each row's factor.
 
     Args:
-        x: [..., 2F], contiguous.
-        factors: [...] factor on each row's output, contiguous, of any floating dtype; None for 1.
+        x: [..., 2F].
+        factors: [...] factor on each row's output, of any floating dtype; None for 1.
         gate: the function.
 
     Returns:
@@ -31,7 +31,7 @@ def swiglu(x: torch.Tensor, factors: torch.Tensor | None = None, gate: Gate = SW
 
 
 def fill_swiglu(x: torch.Tensor, out: torch.Tensor, factors: torch.Tensor | None = None, gate: Gate = SWIGLU) -> None:
-    """Writes the result of :func:`swiglu` to ``out``, without autograd."""
+    """Writes the result of :func:`swiglu` to ``out``, without autograd. All tensors are contiguous."""
     if has_kernels(x, "SwiGLU"):
         from distca.ops.triton import swiglu as kernels
 
@@ -51,6 +51,8 @@ def _limited(x: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factors: torch.Tensor | None, gate: Gate) -> torch.Tensor:
+        # Backward writes gradients of the same strides through flat views, and others would flatten to copies.
+        x, factors = x.contiguous(), None if factors is None else factors.contiguous()
         ctx.save_for_backward(x, factors)
         ctx.gate = gate
         out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -257,6 +258,23 @@ def _check_swiglu(rows, columns, dtype):
     for gate in GATES.values():
         for scaled in (False, True):
             _check_gate(rows, columns, dtype, gate, scaled)
+    _check_strided_gate(rows, columns, dtype)
+
+
+def _check_strided_gate(rows, columns, dtype):
+    """Rows, factors and gradients that are not contiguous."""
+    from distca.ops import swiglu as plain
+
+    drawn = [torch.randn(2, rows, *more).to(dtype).transpose(0, 1) for more in ([2 * columns], [], [columns])]
+
+    def found(held, kernels):
+        x, factors, d_out = (each.to(held) for each in drawn)
+        with patch.object(plain, "has_kernels", return_value=kernels):
+            out = plain.swiglu(x.requires_grad_(), factors.requires_grad_())
+            return [out.detach(), *torch.autograd.grad(out, (x, factors), d_out)]
+
+    for mine, theirs, exact in zip(found(dtype, True), found(dtype, False), found(torch.float64, False), strict=True):
+        assert relative_error(mine, exact) <= 2 * relative_error(theirs, exact) + 1e-7
 
 
 def _check_gate(rows, columns, dtype, gate, scaled):
