@@ -76,15 +76,26 @@ def check_data_named(argv: list[str], config: RunConfig) -> None:
 
 def _is_given(setting: str, argv: list[str]) -> bool:
     """Whether a setting stands on a command line, or in a file that it names."""
-    names = [argument.partition("=")[0] for argument in argv]
-    if f"--{setting}" in names:
-        return True
-    files = [
+    return f"--{setting}" in _names(argv) or any(setting in each for each in _files(argv))
+
+
+def value_in_files(setting: str, argv: list[str]) -> Any:
+    """The value of a setting in the last file that a command line names and that has it; None where none has it."""
+    return next((each[setting] for each in reversed(_files(argv)) if setting in each), None)
+
+
+def _names(argv: list[str]) -> list[str]:
+    return [argument.partition("=")[0] for argument in argv]
+
+
+def _files(argv: list[str]) -> list[dict[str, Any]]:
+    """The settings in each file that a command line names."""
+    paths = [
         argument.partition("=")[2] or after
-        for argument, name, after in zip(argv, names, [*argv[1:], ""], strict=True)
+        for argument, name, after in zip(argv, _names(argv), [*argv[1:], ""], strict=True)
         if name == "--config"
     ]
-    return any(setting in flat(read_yaml(Path(file), ConfigError) or {}) for file in files)
+    return [flat(read_yaml(Path(path), ConfigError) or {}) for path in paths]
 
 
 @cache

@@ -65,7 +65,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="RESUME",
         values=TEXT,
-        default="a new run; in a requeued Slurm job auto where NAME is given, else job",
+        default="a new run; in a requeued Slurm job, unless configured, auto with NAME, else job",
         meaning="folder of a run to go on with, or latest, job or auto",
         training=("checkpoint.resume",),
         benchmarks=None,

@@ -23,11 +23,17 @@ from distca.words import count
 
 _WITH_PACKAGES = ("parquet", "arrow", "blend")
 """Values of DATA_SOURCE, or data.source, whose files need packages."""
+_IN_FILES = """
+import sys
+from distca.train.config.cli import value_in_files
+print(value_in_files(sys.argv[1], sys.argv[2:]) or "")
+"""
+"""Prints a setting from the files that a command line names. This launcher's own Python may have no YAML."""
 
 
 def launch(arguments: list[str]) -> int:
     """Check everything, install what is missing, train; the exit code."""
-    values = _with_requeued(environment.read(Launcher.TRAINING, os.environ), arguments)
+    values = environment.read(Launcher.TRAINING, os.environ)
     warn_of_near_misses(Launcher.TRAINING)
     machines = find_machines(Launcher.TRAINING, values, os.environ)
     machines.check_divisible({name: int(values.get(name, 1)) for name in ("TP_SIZE", "PP_SIZE")})
@@ -37,6 +43,7 @@ def launch(arguments: list[str]) -> int:
     profiler = _profiler(values, machines)
     dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")
     python = _python(values, machines, arguments, dry)
+    options += _of_requeued([*options, *arguments], python)
     if python and not {"-h", "--help"}.isdisjoint(arguments):
         sys.stdout.write(environment.help_text(Launcher.TRAINING) + "\n\n")
         sys.stdout.flush()
@@ -91,12 +98,20 @@ def extras(values: Mapping[str, str], arguments: list[str]) -> str:
     return ",".join(name for name, needed in needs.items() if needed)
 
 
-def _with_requeued(values: dict[str, str], arguments: list[str]) -> dict[str, str]:
-    """A Slurm job that was requeued goes on with what it saved."""
+def _of_requeued(arguments: list[str], python: str | None) -> list[str]:
+    """Arguments with which a Slurm job that was requeued goes on with what it saved; none where the user says how."""
     options = environment.settings_among(arguments)
-    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" or "RESUME" in values or "--checkpoint.resume" in options:
-        return values
-    return values | {"RESUME": "auto" if "NAME" in values or "--name" in options else "job"}
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" or "--checkpoint.resume" in options:
+        return []
+    if python:
+        asked = [python, "-P", "-c", _IN_FILES, "checkpoint.resume", *arguments]
+        in_files = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+        if in_files:
+            say(f"Slurm starts this job again, which resumes as its configuration says: checkpoint.resume {in_files}.")
+            return []
+    resume = "auto" if "--name" in options else "job"
+    say(f"Slurm starts this job again, which goes on with what it saved: checkpoint.resume {resume}.")
+    return ["--checkpoint.resume", resume]
 
 
 def _requeue(job: str) -> None:

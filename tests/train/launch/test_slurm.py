@@ -138,6 +138,22 @@ def test_a_requeued_job_goes_on_with_what_it_saved(machine: Machine) -> None:
     assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append"} <= set(header)
 
 
+def test_a_requeued_job_resumes_as_its_configuration_says(machine: Machine) -> None:
+    machine.slurm(1, 2)
+    machine.checks_settings()
+    settings = machine.folder / "a.yaml"
+    for resume, added, said in (
+        ("latest", False, "resumes as its configuration says: checkpoint.resume latest."),
+        ("null", True, "goes on with what it saved: checkpoint.resume job."),
+    ):
+        settings.write_text(f"checkpoint: {{resume: {resume}}}\n")
+        launched = machine.launch(SLURM_RESTART_COUNT="1", CONFIG=str(settings), DRY_RUN="1", PYTHONPATH=str(ROOT))
+        assert ("--checkpoint.resume job" in launched.stdout, launched.stderr) == (
+            added,
+            f"Slurm starts this job again, which {said}\n",
+        )
+
+
 def test_servers_are_a_step_of_their_own_on_the_last_nodes(machine: Machine) -> None:
     machine.slurm(3, 8)
     said = machine.launch(SERVERS="8", DRY_RUN="1")
