@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -415,6 +416,11 @@ class CAD:
     def servers(self) -> tuple[int, ...]:
         """The numbers of the servers without a model that are present now."""
         return () if self._remote is None else self._remote.numbers
+
+    @property
+    def device_count(self) -> int:
+        """The number of GPUs of all ranks and present servers. A process on a CPU counts as one."""
+        return dist.get_world_size() + (0 if self._remote is None else self._remote.device_count)
 
     def as_run(self, step: Step) -> Step:
         """Returns what the last :meth:`forward_backward` ran; callers must have called it with ``step``.

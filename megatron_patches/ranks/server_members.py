@@ -39,6 +39,7 @@ from distca.cluster.agreement import of_first_rank, of_ranks
 from distca.cluster.health import ends_by
 from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
 from distca.cluster.pool_watch import PoolWatch
+from distca.cluster.process import Process
 from distca.cluster.timeout import TIMEOUT
 from distca.errors import KernelError, LaunchError, SupportError
 from distca.plan.cost.table_file import TABLES, find_table, table_name, write_table
@@ -159,9 +160,14 @@ class ServerMembers:
 
         With tp 2, let servers 0 and 1 share a GPU, and 2 and 3 have one each. Then it is [2, 1].
         """
-        of_gpu = Counter(each.gpu_id or each.process for each in self._servers)
-        found = [of_gpu[each.gpu_id or each.process] for each in self._servers]
+        of_gpu = Counter(map(_device_of, self._servers))
+        found = [of_gpu[_device_of(each)] for each in self._servers]
         return [max(found[at : at + self._tp]) for at in range(0, len(found), self._tp)]
+
+    @property
+    def device_count(self) -> int:
+        """The number of GPUs that the servers have; a server on a CPU counts as one."""
+        return len(set(map(_device_of, self._servers)))
 
     def ask_for_kernels(self, spec: AttentionSpec, kernel: str, tables: Path | None) -> None:
         """Makes each server choose its kernel of core attention, while homes choose theirs.
@@ -364,6 +370,10 @@ class ServerMembers:
         said = torch.tensor([float(so)], device=self._asking)
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said.item())
+
+
+def _device_of(server: Comer) -> str | Process:
+    return server.gpu_id or server.process
 
 
 def _say(before: Sequence[int], now: Sequence[int]) -> None:

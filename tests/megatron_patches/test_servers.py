@@ -32,6 +32,7 @@ from distca.runtime import attention_server
 from distca.runtime.pool_messages import Comer, KernelAnswer, KernelTerms, check_device
 from distca.testing.ranks import run_ranks
 from distca.transport.breakable import BreakableTransport
+from megatron_patches.api import CAD
 from megatron_patches.arguments import CadArguments
 from megatron_patches.ranks import server_members
 from megatron_patches.ranks.late_servers import LateServers
@@ -236,6 +237,11 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
         check_device("cuda", "cpu", 1)
     sharing: Any = [SimpleNamespace(number=number, gpu_id=gpu) for number, gpu in enumerate("aabb")]
     check_gpus(sharing, 2)
+    cad: Any = CAD.__new__(CAD)
+    cad._remote = RemoteServers.__new__(RemoteServers)
+    cad._remote._servers = sharing
+    with patch.object(dist, "get_world_size", lambda: 3):
+        assert cad.device_count == 5  # each GPU counts once
     with pytest.raises(SupportError, match=r"Servers 0 and 1 of the pool share a GPU .*: start each on its own"):
         check_gpus(sharing, 1)
     with pytest.raises(SupportError, match=r"Servers 0 and 1 of the pool share a GPU .*: start each on its own"):

@@ -101,7 +101,7 @@ class StepRecorder:
             "tokens": tokens,
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,
-            "mfu": mfu(at_peak, seconds, len(by_rank)),
+            "mfu": mfu(at_peak, seconds, self._trainer.cad.device_count),
             "imbalance_before": _over_phases(balance.seconds_before + other),
             "imbalance_after": _over_phases(balance.seconds_after + other),
             "imbalance_measured": imbalance(whole_step),
