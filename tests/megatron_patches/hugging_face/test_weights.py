@@ -23,20 +23,15 @@ def _served(names):
     return [name for name in names if has_gated_delta_net() or not name.startswith(NEWER)]
 
 
-CUT = (
-    "llama",
-    "qwen2, tied",
-    "qwen3",
-    "phi3",
-    "gemma2",
-    "olmo3",
-    "cohere2",
-    "gpt_oss, dense",
-    "arcee, biases",
-    "qwen3_5 with images, tied",
-    "nemotron_h",
+ALIKE = (
+    *("llama, own base and wide heads", "linear", "yarn", "yarn, two magnitudes", "mistral", "olmo2", "arcee"),
+    *("qwen2, windows in later layers", "smollm3, windows", "phi3, longrope"),
 )
-"""Cases of tensor-parallel ranks and stages: together they have every weight, bias and norm that these cut or place."""
+"""Cases that differ from others in figures or fields alone, which tests of descriptions and frequencies hold too."""
+CUT = ("llama", "qwen3", "phi3", "gemma2", "gpt_oss, dense", "arcee, biases")
+STAGED = ("qwen2, tied", "olmo3", "cohere2", "qwen3_5 with images, tied", "nemotron_h")
+"""Cases of tensor-parallel ranks, and of these in stages: together they have every weight, bias and norm that ranks
+cut. STAGED have what depends on a layer's place: its kind, its window and rotation, and embeddings of both ends."""
 THOROUGH = (
     *("llama", "qwen2, tied", "dynamic", "granite", "gemma2", "gemma3", "olmo3", "ministral3", "cohere2", "phi4_mini"),
     *("gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h"),
@@ -54,16 +49,22 @@ def _errors(root, layouts):
     angles depends on no layout.
     """
     warnings.filterwarnings("ignore")
+    import torch.distributed as dist
+
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
     found = {}
     for (tp, pp), names in layouts.items():
         for path in (Path(root, name) for name in names):
-            for disaggregate in (True, False) if path.name in (THOROUGH if tp * pp == 1 else REPLICATED) else (True,):
+            for disaggregate in (True, False) if path.name in _at_home(dist.get_world_size()) else (True,):
                 where = f"{path.name}, tp {tp}, pp {pp}, {'disaggregated' if disaggregate else 'at home'}"
                 found[where] = _case_errors(path, tp, pp, disaggregate)
     return found
+
+
+def _at_home(ranks):
+    return THOROUGH if ranks == 1 else REPLICATED
 
 
 def _case_errors(path, tp, pp, disaggregate):
@@ -182,33 +183,55 @@ def test_a_loss_that_is_no_number_is_no_small_error():
     assert _loss_error(torch.tensor(expected), logits) <= TOLERANCE < _loss_error(torch.tensor(np.nan), logits)
 
 
+class Folders:
+    """Folders of cases of one type, each of which is written when it is first asked for."""
+
+    def __init__(self, root, dtype):
+        self.root, self._dtype, self.models = root, dtype, {}
+
+    def of(self, names):
+        """The folder of all, with those of ``names`` among them."""
+        for name in names:
+            if name not in self.models:
+                self.models[name] = family_models.write_folder(name, self.root / name, self._dtype)
+        return self.root
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    for name in _served(family_models.CASES):
-        model = family_models.write_folder(name, root / name)
-        torch.save(family_models.logits(model), root / name / "logits.pt")
-    return root
+def wide(tmp_path_factory):
+    return Folders(tmp_path_factory.mktemp("float32"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    return Folders(tmp_path_factory.mktemp("bfloat16"), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     "ranks,layouts",
     [
-        (1, {(1, 1): list(family_models.CASES)}),
-        pytest.param(4, {(2, 2): CUT, (2, 1): REPLICATED}, marks=pytest.mark.slow),
+        (1, {(1, 1): [name for name in family_models.CASES if name not in ALIKE]}),
+        pytest.param(2, {(2, 1): CUT, (1, 1): REPLICATED}, marks=pytest.mark.slow),
+        pytest.param(4, {(2, 2): STAGED}, marks=pytest.mark.slow),
+        pytest.param(1, {(1, 1): ALIKE}, marks=pytest.mark.matrix),
+        pytest.param(4, {(2, 2): CUT, (2, 1): REPLICATED}, marks=[pytest.mark.slow, pytest.mark.matrix]),
     ],
-    ids=["one", "four"],
+    ids=["one", "two", "four", "one, alike", "four, alike"],
 )
-def test_logits_and_losses_equal_those_of_transformers(root, ranks, layouts):
+def test_logits_and_losses_equal_those_of_transformers(wide, ranks, layouts):
     layouts = {sizes: _served(names) for sizes, names in layouts.items()}
-    (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, timeout=280)
     names = [name for each in layouts.values() for name in each]
-    assert len(errors) == len(names) + sum(name in (THOROUGH if ranks == 1 else REPLICATED) for name in names)
+    root = wide.of(names)
+    for name in names:
+        if not (root / name / "logits.pt").exists():
+            torch.save(family_models.logits(wide.models[name]), root / name / "logits.pt")
+    (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, timeout=280)
+    assert len(errors) == len(names) + sum(name in _at_home(ranks) for name in names)
     assert max(errors.values()) <= TOLERANCE, {name: error for name, error in errors.items() if error > TOLERANCE}
 
 
 def _round_trips(root, target, layouts):
-    """Read each folder in bfloat16 and write it again."""
+    """Read folders in bfloat16 and write them again."""
     warnings.filterwarnings("ignore")
     import torch.distributed as dist
 
@@ -218,8 +241,8 @@ def _round_trips(root, target, layouts):
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    for tp, pp in layouts:
-        for path in sorted(Path(root).iterdir()):
+    for (tp, pp), names in layouts.items():
+        for path in (Path(root, name) for name in names):
             folder = Path(target) / f"{path.name}, {tp}, {pp}"
             if dist.get_rank() == 0:
                 folder.mkdir()
@@ -237,33 +260,55 @@ def _tensors(folder):
     return found
 
 
-ROUND_TRIPS = (
-    *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
-    *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
-    *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
-    *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"),
-    *("deepseek_v3", "moonlight"),
-    *family_models.FUSED,
-    *("qwen3_5 with images, tied", "nemotron_h", "qwen3_next"),
-)
+TRIPS = {
+    1: {
+        (1, 1): (
+            *("dynamic", "seed_oss", "mistral3", "gemma3", "exaone4", "glm4", "ernie4_5", "hunyuan"),
+            *("gemma3 with images", "qwen3_moe", "deepseek_v3", "qwen3_next"),
+        )
+    },
+    2: {
+        (1, 1): ("gpt_oss", "glm4_moe", "moonlight", *family_models.FUSED),
+        (2, 1): (*CUT, "olmo3", "cohere2", "mixtral", "olmoe"),
+    },
+    4: {(2, 2): ("qwen2, tied", "qwen3_5 with images, tied", "nemotron_h", "gpt_oss"), (2, 1): ("gpt_oss",)},
+}
+"""By ranks and their layout: cases that together have every way in which a weight is stored and put together."""
+FURTHER_TRIPS = {
+    1: {
+        (1, 1): (
+            *("llama3", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "mistral, windows"),
+            *("gemma2", "olmo3", "smollm3", "granite", "ministral3", "cohere2", "phi4_mini"),
+            *("gpt_oss, dense", "arcee, biases", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "moonlight"),
+            *family_models.FUSED,
+            *("qwen3_5 with images, tied", "nemotron_h"),
+        )
+    },
+    4: {
+        (2, 2): (*CUT, "olmo3", "cohere2", "gemma3", "olmoe"),
+        (2, 1): ("mixtral", "glm4_moe", "deepseek_v3"),
+    },
+}
+"""The same cases on other ranks, and cases that are stored as another is."""
 
 
 @pytest.mark.parametrize(
-    "ranks,layouts,names",
+    "ranks,layouts",
     [
-        (1, [(1, 1)], ROUND_TRIPS),
-        (2, [(1, 1)], ("gpt_oss", "glm4_moe", "moonlight", *family_models.FUSED)),
-        pytest.param(4, [(2, 2)], [*CUT, "gemma3", "olmoe", "gpt_oss"], marks=pytest.mark.slow),
-        pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss", "glm4_moe", "deepseek_v3"), marks=pytest.mark.slow),
+        (1, TRIPS[1]),
+        (2, TRIPS[2]),
+        pytest.param(4, TRIPS[4], marks=pytest.mark.slow),
+        pytest.param(1, FURTHER_TRIPS[1], marks=pytest.mark.matrix),
+        pytest.param(4, FURTHER_TRIPS[4], marks=[pytest.mark.slow, pytest.mark.matrix]),
     ],
+    ids=["one", "two", "four", "one, further", "four, further"],
 )
-def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, names, tmp_path):
-    root, target = tmp_path / "from", tmp_path / "to"
+def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(narrow, ranks, layouts, tmp_path):
+    layouts = {sizes: _served(names) for sizes, names in layouts.items()}
+    root, target = narrow.of([name for names in layouts.values() for name in names]), tmp_path / "to"
     target.mkdir()
-    for name in _served(names):
-        family_models.write_folder(name, root / name, torch.bfloat16)
     run_ranks(ranks, _round_trips, str(root), str(target), layouts, timeout=200)
-    assert len(list(target.iterdir())) == len(list(root.iterdir())) * len(layouts)
+    assert len(list(target.iterdir())) == sum(map(len, layouts.values()))
     for folder in target.iterdir():
         source = root / folder.name.rsplit(", ", 2)[0]
         before, after = _tensors(source), _tensors(folder)
@@ -334,7 +379,7 @@ def test_quantised_weights_are_trained_and_exported_as_bfloat16(name, tmp_path, 
     save_file(stored, plain / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
-    run_ranks(2, _round_trips, str(tmp_path / "from"), str(target), [(2, 1)], timeout=100)
+    run_ranks(2, _round_trips, str(tmp_path / "from"), str(target), {(2, 1): [name]}, timeout=100)
     (folder,) = target.iterdir()
     assert json.loads((folder / "config.json").read_text()) == config
     after = _tensors(folder)
@@ -370,26 +415,25 @@ def _unwritable(root, target, full):
     return ""
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence_on_every_rank(tmp_path):
-    family_models.write_folder("llama", tmp_path / "from")
+def test_a_folder_that_cannot_be_written_is_a_sentence_on_every_rank(wide, tmp_path):
     (tmp_path / "file").write_text("")
-    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "file"), False)
+    said = run_ranks(2, _unwritable, str(wide.of(["llama"]) / "llama"), str(tmp_path / "file"), False)
     assert len(set(said)) == 1 and said[0].startswith(f"{tmp_path / 'file'} could not be written (rank 0: ")
 
 
-def test_a_rank_whose_memory_is_full_is_a_sentence_on_every_rank(tmp_path):
-    family_models.write_folder("llama", tmp_path / "from")
-    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "to"), True)
+def test_a_rank_whose_memory_is_full_is_a_sentence_on_every_rank(wide, tmp_path):
+    said = run_ranks(2, _unwritable, str(wide.of(["llama"]) / "llama"), str(tmp_path / "to"), True)
     assert said == [f"{tmp_path / 'to'} could not be written (rank 0: out of memory)."] * 2
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral, fused", "gpt_oss, mxfp4"])
-def test_a_rank_reads_its_own_experts_alone(root, name):
+def test_a_rank_reads_its_own_experts_alone(wide, name):
     from distca.models.description import describe_folder
     from distca.models.tensors import TensorFiles
     from megatron_patches.hugging_face.weights import slot_of
 
-    described, ranks, read = describe_folder(root / name), 2, []
+    root, ranks, read = wide.of([name]), 2, []
+    described = describe_folder(root / name)
 
     class Recorded(TensorFiles):
         def read(self, name, *ranges):
