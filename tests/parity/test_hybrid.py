@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from distca.testing.ranks import run_ranks
 from megatron_patches.versions import has_gated_delta_net
 from tests.parity.checkpoints import loaded_from_checkpoints
 from tests.parity.test_parity import _check, _suite
+from tests.testing.worlds import Worlds
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -28,25 +28,39 @@ pytestmark = [
 ]
 
 
-def _on_four_ranks() -> list[tuple[Any, dict[str, float], float]]:
+Numbers = dict[str, tuple[int, ...]]
+OF_SUITE: Numbers = {
+    "GPTModel": (0, 1, 2, 3),
+    "HybridModel": (1, 3, 4),
+    "stages": (1, 3),
+    "trained": (0,),
+    "packed": (0,),
+}
+"""Of the cases of tests/parity/hybrid_cases.py; each setting of the others is there with other ones."""
+FURTHER: Numbers = {"GPTModel": (), "HybridModel": (0, 2, 5), "stages": (0, 2, 4), "trained": (), "packed": (1,)}
+
+
+def _on_four_ranks(numbers: Numbers) -> list[tuple[Any, dict[str, float], float]]:
     suite = _suite()
     from distca.parity import expert_steps, experts
     from tests.parity import hybrid_cases as hybrid
     from tests.parity.float32_casts import float32_casts_lifted
 
-    cases, stacks = hybrid.hybrid_cases(), hybrid.hybrid_model_cases()
+    all_cases, all_stacks, all_stages = hybrid.hybrid_cases(), hybrid.hybrid_model_cases(), hybrid.hybrid_stage_cases()
+    cases = [all_cases[number] for number in numbers["GPTModel"]]
+    stacks = [all_stacks[number] for number in numbers["HybridModel"]]
     with_experts = [case for case in stacks if case.config.get("num_moe_experts")]  # whose routers count in the model
     blocks = [*cases, *(case for case in stacks if case not in with_experts)]
     blocks.sort(key=lambda case: case.tp)  # groups of ranks are made once for all of a size
-    stages = sorted(hybrid.hybrid_stage_cases(), key=lambda case: case.tp)
+    stages = sorted((all_stages[number] for number in numbers["stages"]), key=lambda case: case.tp)
     with float32_casts_lifted():
         exact = [*suite.float64_errors(blocks, CPU), *suite.differences(stages, CPU, torch.float64)]
     blocks += stages
     compared = list(with_experts)
-    trained = [replace(stacks[0], micro_batches=((13, 1, 9),))]
+    trained = [replace(all_stacks[number], micro_batches=((13, 1, 9),)) for number in numbers["trained"]]
     found = suite.float32_differences(compared, CPU)
     found += expert_steps.step_differences(trained, CPU, distributed=True, steps=STEPS)
-    packed = [replace(case, recompute=how) for case, how in zip(stacks[:2], ("none", "all"), strict=True)]
+    packed = [replace(all_stacks[number], recompute=("none", "all")[number]) for number in numbers["packed"]]
     found += experts.expert_differences(packed, CPU, disaggregate=False)
     compared += trained + packed
     results = [(*each, suite.FLOAT64_TOLERANCE) for each in zip(blocks, exact, strict=True)]
@@ -110,13 +124,30 @@ def _on_two_ranks(path: Path) -> tuple[list[float], float]:
     return loaded_from_checkpoints(saved, path), llama
 
 
-def test_blocks_and_stages_in_float64_and_whole_models_in_float32() -> None:
-    results = run_ranks(4, _on_four_ranks)[0]
-    assert len(results) == 18
+@pytest.mark.parametrize(
+    "numbers", [OF_SUITE, pytest.param(FURTHER, marks=pytest.mark.matrix)], ids=["suite", "further"]
+)
+def test_blocks_and_stages_in_float64_and_whole_models_in_float32(worlds: Worlds, numbers: Numbers) -> None:
+    results = worlds.call(4, _on_four_ranks, numbers)[0]
+    assert len(results) == sum(map(len, numbers.values()))
     _check(results)
 
 
-def test_checkpoints_and_a_llama_as_hybrid_model(tmp_path: Path) -> None:
-    differences, llama = run_ranks(2, _on_two_ranks, tmp_path)[0]
+def test_every_case_is_in_the_suite_or_among_the_further_ones() -> None:
+    from tests.parity import hybrid_cases as hybrid
+
+    counts = {
+        "GPTModel": len(hybrid.hybrid_cases()),
+        "HybridModel": len(hybrid.hybrid_model_cases()),
+        "stages": len(hybrid.hybrid_stage_cases()),
+        "trained": 1,
+        "packed": 2,
+    }
+    for name, count in counts.items():
+        assert sorted(OF_SUITE[name] + FURTHER[name]) == list(range(count)), name
+
+
+def test_checkpoints_and_a_llama_as_hybrid_model(worlds: Worlds, tmp_path: Path) -> None:
+    differences, llama = worlds.call(2, _on_two_ranks, tmp_path)[0]
     assert differences == [0.0] * 5
     assert llama <= 1e-6

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from distca.plan import Links, PlanOptions, area_cost, plan_step, route
-from distca.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -39,21 +38,20 @@ def _paired_modes(tp):
     return [case for case in all_modes(tp) if case.recompute == "mlp" or is_odd(case)]
 
 
-def _float32(tp, name, per_node=0):
+def _float32(tp, name, numbers=slice(None), per_node=0):
+    """Of the cases with plans of the planner, those with some numbers."""
     suite = _suite()
     cases = {"paired_modes": _paired_modes, "edge_cases": suite.edge_cases, "model_cases": suite.model_cases}[name](tp)
-    cases = [replace(case, ranks_per_node=per_node) for case in cases if case.scheduler == "real"]
-    if per_node:  # ping-pong on and off, keep and resend, and nothing and everything recomputed
-        cases = cases[1:4]
+    cases = [replace(case, ranks_per_node=per_node) for case in cases if case.scheduler == "real"][numbers]
     return [
         (case, figures, suite.FLOAT32_TOLERANCE)
         for case, figures in zip(cases, suite.float32_differences(cases, CPU), strict=True)
     ]
 
 
-def _float64(tp, models):
+def _float64(tp, models, modes=slice(None), edges=slice(None)):
     suite = _suite()
-    cases = _paired_modes(tp) + [case for case in suite.edge_cases(tp) if case.scheduler == "random"]
+    cases = _paired_modes(tp)[modes] + [case for case in suite.edge_cases(tp) if case.scheduler == "random"][edges]
     if models:
         cases = suite.model_cases(tp)
     return [
@@ -62,8 +60,9 @@ def _float64(tp, models):
     ]
 
 
-def _model_cases(tp):
-    return [*_float64(tp, True), *_float32(tp, "model_cases")]
+def _model_cases(tp, exact, whole):
+    """In float64 where that is asked for, and some in float32."""
+    return [*(_float64(tp, True) if exact else ()), *_float32(tp, "model_cases", whole)]
 
 
 def _losses_by_document(case, weights):
@@ -102,8 +101,9 @@ def _check(results):
 
 
 @pytest.mark.parametrize("ranks,tp,per_node", [(1, 1, 0), (4, 1, 2), pytest.param(4, 2, 0, marks=pytest.mark.megatron)])
-def test_loss_and_every_gradient_in_float32(ranks, tp, per_node):
-    _check(run_ranks(ranks, _float32, tp, "paired_modes", per_node)[0])
+def test_loss_and_every_gradient_in_float32(worlds, ranks, tp, per_node):
+    """On two nodes with ping-pong on and off, keep and resend, and nothing and everything recomputed."""
+    _check(worlds.call(ranks, _float32, tp, "paired_modes", slice(1, 4) if per_node else slice(None), per_node)[0])
 
 
 def test_every_two_settings_meet_in_the_paired_modes():
@@ -134,23 +134,42 @@ def test_the_compared_documents_changed_micro_batches(ranks):
     assert any((origin[:, 0] != number).any() for number, origin in enumerate(plan.drawn))
 
 
-def test_edge_cases_in_float32():
-    """Under real plans; random ones are held in float64."""
-    _check(run_ranks(4, _float32, 1, "edge_cases")[0])
+EVERY_SECOND, OTHERS = slice(0, None, 2), slice(1, None, 2)
 
 
-def test_block_in_float64():
-    _check(run_ranks(4, _float64, 2, False)[0])
+@pytest.mark.parametrize(
+    "numbers", [EVERY_SECOND, pytest.param(OTHERS, marks=pytest.mark.matrix)], ids=["suite", "further"]
+)
+def test_edge_cases_in_float32(worlds, numbers):
+    """Under real plans; random ones are held in float64. In the suite, odd lengths, a document over all ranks, and
+    ranks without tokens."""
+    _check(worlds.call(4, _float32, 1, "edge_cases", numbers)[0])
 
 
-def test_models_that_are_no_llama():
-    _check(run_ranks(2, _model_cases, 2)[0])
+@pytest.mark.parametrize(
+    "modes,edges",
+    [(slice(0, None, 5), EVERY_SECOND), pytest.param(slice(1, 5), OTHERS, marks=pytest.mark.matrix)],
+    ids=["suite", "further"],
+)
+def test_block_in_float64(worlds, modes, edges):
+    """In the suite with two modes that differ in all; in float32 all are."""
+    _check(worlds.call(4, _float64, 2, False, modes, edges)[0])
 
 
-def test_attention_does_not_leak_across_documents():
+@pytest.mark.parametrize(
+    "exact,whole",
+    [(True, slice(3)), pytest.param(False, slice(3, None), marks=pytest.mark.matrix)],
+    ids=["suite", "further"],
+)
+def test_models_that_are_no_llama(worlds, exact, whole):
+    """Blocks of all. Whole models where gradients of vectors are summed over tensor-parallel ranks."""
+    _check(worlds.call(2, _model_cases, 2, exact, whole)[0])
+
+
+def test_attention_does_not_leak_across_documents(worlds):
     """Changing one document's tokens leaves every other document's loss unchanged, bit for bit."""
     changed = [(0, 0), (0, 3), (1, 0)]
-    before, *losses = run_ranks(4, _document_losses, changed)[0]
+    before, *losses = worlds.call(4, _document_losses, changed)[0]
     for where, after in zip(changed, losses, strict=True):
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             for document in range(len(old)):

@@ -28,6 +28,7 @@ from distca.testing.reference_attention import relative_error
 from distca.transport import choose_transport
 from tests.attention.rounded_kernel import RoundedKernel
 from tests.runtime.toy_layers import toy_layers
+from tests.testing.asked import asked
 
 pytestmark = pytest.mark.slow
 
@@ -278,43 +279,66 @@ KINDS_IN_ORDER = {
 WHOLE_IN_ORDER = {backward: Run(2, ORDERED, 1, backward, record=True) for backward in BACKWARDS}
 
 
-@cache
-def _results(ranks):
-    """All runs of so many ranks, in one start of them."""
+MATRIX = {
+    "length 1 only, resend",
+    "one token, keep",
+    "many documents, resend",
+    "no documents, keep",
+    "window of one, resend",
+    "window, keep",
+    "sinks, keep",
+    "windows and full, keep, nodes",
+    "sinks in windows, softcap, keep, nodes",
+    "seed 2, nodes",
+    "seed 3, nodes",
+}
+"""Runs whose lengths and kinds of layers are there with the other backward, or as other runs."""
+
+
+@pytest.fixture(scope="module")
+def results(request):
+    """Of so many ranks the results of all runs that tests ask for, in one start of them."""
     ordered = (*IN_ORDER.values(), *KINDS_IN_ORDER.values(), *WHOLE_IN_ORDER.values())
-    runs = {run for run in (*RUNS.values(), *ordered) if run.ranks == ranks}
-    return run_cases(ranks, _run_rank, {run: (run,) for run in runs})
+    runs = {*(RUNS[name] for name in asked(request, "name")), *ordered}
+
+    @cache
+    def of(ranks):
+        return run_cases(ranks, _run_rank, {run: (run,) for run in runs if run.ranks == ranks})
+
+    return of
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_outputs_and_gradients(name):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] if name in MATRIX else []) for name in RUNS]
+)
+def test_outputs_and_gradients(results, name):
     run = RUNS[name]
-    second_hops = _check(run, _results(run.ranks)[run])
+    second_hops = _check(run, results(run.ranks)[run])
     assert second_hops or run.kinds or not run.per_node, "keys and values travel to another node once"
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_kinds_are_run_in_the_order_in_which_they_are_simulated(backward):
+def test_kinds_are_run_in_the_order_in_which_they_are_simulated(results, backward):
     expected = _simulated_order(backward, layer_types=["window", "full", "window"], window=WINDOW.window)
     assert len(expected) == len(set(expected)) == LAYERS * 2 * 2 * 5  # halves, directions; two launches, joins, a serve
-    for result in _results(2)[KINDS_IN_ORDER[backward]]:
+    for result in results(2)[KINDS_IN_ORDER[backward]]:
         assert [entry for entry in result["order"] if entry.startswith(ROW_MOVES)] == expected
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_a_single_nano_batch_is_run_in_the_order_in_which_it_is_simulated(backward):
+def test_a_single_nano_batch_is_run_in_the_order_in_which_it_is_simulated(results, backward):
     expected = _simulated_order(backward, 1)
     assert len(expected) == len(set(expected)) == LAYERS * 2 * 5  # directions; two launches, joins, a serve
-    for result in _results(2)[WHOLE_IN_ORDER[backward]]:
+    for result in results(2)[WHOLE_IN_ORDER[backward]]:
         assert [entry for entry in result["order"] if entry.startswith(ROW_MOVES)] == expected
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_backward_hides_every_transfer_behind_the_other_half(backward, recompute):
+def test_backward_hides_every_transfer_behind_the_other_half(results, backward, recompute):
     """Each reverse transfer is launched before the other half's compute and joined after it, on every rank."""
     sent = "dO" if backward == "keep" else "q,k,v,o,dO"
-    for result in _results(2)[IN_ORDER[backward, recompute]]:
+    for result in results(2)[IN_ORDER[backward, recompute]]:
         at = {name: place for place, name in enumerate(result["order"])}
         assert len(at) == len(result["order"])
 

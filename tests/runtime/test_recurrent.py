@@ -38,6 +38,7 @@ from tests.plan.recurrent.cases import cut_anywhere, random_cuts
 from tests.recurrent.cases import RECURRENCES
 from tests.runtime.toy_layers import ToyLayer, toy_layers
 from tests.runtime.toy_recurrent import ToyRecurrentLayer, toy_recurrent_layers
+from tests.testing.asked import asked
 
 RANKS, WIDTH, PADDING, TOLERANCE = 4, 6, 2, 1e-12
 GATED_DELTA_NET, MAMBA = RECURRENCES.values()
@@ -220,17 +221,22 @@ def _case_of(run: str) -> Case:
     return CASES.get(run) or replace(CASES["one to seven pieces"], recompute=False)
 
 
-def _run_all() -> dict[str, dict[str, Any]]:
+def _run_all(runs: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
-    for run, way in RUNS.items():
-        with way():
+    for run in runs:
+        with RUNS[run]():
             found[run] = _run(_case_of(run))
     return found
 
 
+MATRIX = {"pieces of one row", "cut anywhere 5", "cut anywhere 8"}
+"""Cases with pieces that the others have too."""
+
+
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(RANKS, _run_all)
+def results(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    """Of the runs that tests ask for by name, and of all that are no matter of choice."""
+    return run_ranks(RANKS, _run_all, [run for run in RUNS if run not in MATRIX or run in asked(request, "run")])
 
 
 @cache
@@ -262,7 +268,14 @@ def _errors(run: str, results: list[dict[str, dict[str, Any]]]) -> dict[str, flo
     }
 
 
-@pytest.mark.parametrize("run", [name for name, case in CASES.items() if case.dtype == torch.float64])
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(name, marks=[pytest.mark.matrix] if name in MATRIX else [])
+        for name, case in CASES.items()
+        if case.dtype == torch.float64
+    ],
+)
 def test_pieces_on_four_ranks(run: str, results: list[dict[str, dict[str, Any]]]) -> None:
     errors = _errors(run, results)
     assert max(errors.values()) <= TOLERANCE, errors

@@ -28,6 +28,8 @@ CONSTANT = {"optimizer__lr": 0.01, "optimizer__min_lr": 0.01, "optimizer__warmup
 VOCABULARY = 259
 """All bytes and a few more, odd, so that two tensor-parallel ranks need padding."""
 RESUMED = "tp1", "tp2"
+RANKS = 2
+"""On which the runs are; tests/train/test_fine_tuning.py begins with folders on more, some of them data parallel."""
 
 
 def _line(root: Path, **settings: object) -> list[str]:
@@ -95,7 +97,7 @@ def root(first: Path) -> Path:
         _line(root, checkpoint__resume=root / "runs" / "whole", train__steps=2, checkpoint__export=root / "e3"),
         _line(root, checkpoint__resume=root / "runs" / "whole", train__steps=2, checkpoint__export=root / "e3"),
     ]
-    run_ranks(4, _train, root, runs, resumed)
+    run_ranks(RANKS, _train, root, runs, resumed)
     return root
 
 
@@ -153,7 +155,7 @@ def test_the_folder_may_be_gone_when_a_run_resumes(root: Path, tmp_path: Path) -
     (tmp_path / "config.yaml").write_text(text)
     line = ["--config", str(tmp_path / "config.yaml"), "--train.steps", "3"]
     config = parse_run_config([*line, "--checkpoint.export", str(tmp_path / "e"), "--checkpoint.resume", str(run)])
-    _, checkpoint = _check(config, 4)
+    _, checkpoint = _check(config, RANKS)
     assert checkpoint is not None and checkpoint.step == 2 and config.model.qk_norm
     with pytest.raises(ModelError, match="gone is no folder"):
         parse_run_config(line)
@@ -288,7 +290,7 @@ class _Touches:
 
 
 def _checked(first: Path, **settings: object) -> None:
-    _check(parse_run_config(_line(first, **settings)), 4)
+    _check(parse_run_config(_line(first, **settings)), RANKS)
 
 
 def test_positions_may_be_stretched_and_nothing_else(first: Path) -> None:
@@ -346,4 +348,4 @@ def test_a_model_that_transformers_has_not_is_not_exported(first: Path, tmp_path
     both = {"model__qkv_bias": True, "model__qk_norm": True}
     plain = arguments(data__path=first / "texts", output=tmp_path, checkpoint__export=tmp_path / "e", **both)
     with pytest.raises(ModelError, match=r"has both model\.qkv_bias and model\.qk_norm"):
-        _check(parse_run_config(plain), 4)
+        _check(parse_run_config(plain), RANKS)
