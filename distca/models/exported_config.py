@@ -8,7 +8,7 @@ from typing import Any
 
 from distca.models.description import ModelDescription, architecture, describe, text_family, text_fields
 from distca.models.families import COMPOSITES, FAMILIES
-from distca.models.rope_fields import field_of_rope
+from distca.models.rope_fields import FULL_LAYERS, WINDOW_LAYERS, field_of_rope
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 """Fields that may say something of rotary positions."""
@@ -42,7 +42,7 @@ def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any])
     if model.positions != began.positions:
         text["max_position_embeddings"] = model.positions
         _keep_factor(text, began)
-    if model.variant.window_rope_base and (model.rope_scaling, model.rope_base) != (
+    if (model.variant.window_rope_base or _by_kind_of_layer(text)) and (model.rope_scaling, model.rope_base) != (
         began.rope_scaling,
         began.rope_base,
     ):
@@ -81,8 +81,15 @@ def _new(model: ModelDescription, dtype: str) -> dict[str, Any]:
 def _keep_factor(text: dict[str, Any], began: ModelDescription) -> None:
     """Write down a factor that transformers takes from the positions, before these become others."""
     rope = text.get(field_of_rope(text)) or {}
+    if _by_kind_of_layer(text):
+        rope = rope[FULL_LAYERS]
     if began.rope_scaling.kind in ("yarn", "longrope") and rope.get("factor") is None:
         rope["factor"] = began.rope_scaling.factor
+
+
+def _by_kind_of_layer(text: Mapping[str, Any]) -> bool:
+    """Whether layers with and without windows have rotary positions of their own, also where none has a window."""
+    return bool((text.get("rope_parameters") or {}).get(FULL_LAYERS))
 
 
 def _set_base(text: dict[str, Any], base: float) -> None:
@@ -117,11 +124,13 @@ def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
 
 def _set_full_layers(text: dict[str, Any], model: ModelDescription) -> None:
     """Write other rotary positions of the layers without windows, and beside them what those with windows have."""
+    parts = (text.get("rope_parameters") or {}) if _by_kind_of_layer(text) else {}
     for name in (*_ROPE, "rope_local_base_freq"):
         text.pop(name, None)
     full = {"rope_type": "default", "rope_theta": model.rope_base, **_scaling_fields(model)}
-    window = {"rope_type": "default", "rope_theta": model.variant.window_rope_base}
-    text["rope_parameters"] = {"full_attention": full, "sliding_attention": window}
+    if model.variant.window_rope_base:
+        parts |= {WINDOW_LAYERS: {"rope_type": "default", "rope_theta": model.variant.window_rope_base}}
+    text["rope_parameters"] = {**parts, FULL_LAYERS: full}
 
 
 def _scaling_fields(model: ModelDescription) -> dict[str, Any]:

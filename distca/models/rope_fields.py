@@ -11,7 +11,7 @@ from distca.models.families.family import Family, WindowRope
 from distca.models.fields import OFF, REQUIRED, Field, Inert, Only, Read, read_fields, shown
 from distca.models.rope import RopeScaling, yarn_magnitude
 
-_FULL, _WINDOW = "full_attention", "sliding_attention"
+FULL_LAYERS, WINDOW_LAYERS = "full_attention", "sliding_attention"
 _OF_LONGROPE = Inert("Only longrope reads it.")
 
 _FIELDS: Final[dict[str, Field]] = {
@@ -86,12 +86,16 @@ def split_rope(config: Mapping[str, Any], family: WindowRope, where: str) -> tup
     """
     parts = config.get("rope_parameters") or {}
     for name, part in parts.items():
-        if name not in (_FULL, _WINDOW):
-            raise ModelError(f"{where} has {name} in rope_parameters, where only {_FULL} and {_WINDOW} are read.")
+        if name not in (FULL_LAYERS, WINDOW_LAYERS):
+            raise ModelError(
+                f"{where} has {name} in rope_parameters, where only {FULL_LAYERS} and {WINDOW_LAYERS} are read."
+            )
         if part is not None and not isinstance(part, dict):
             raise ModelError(f"{where} has {shown(name, part)} in rope_parameters; it must be an object with fields.")
-    full, window = (parts.get(name) or {} for name in (_FULL, _WINDOW))
-    said = read_fields(window, _OF_WINDOWS, f"{_WINDOW} in rope_parameters of {where}", "a layer with a window").read
+    full, window = (parts.get(name) or {} for name in (FULL_LAYERS, WINDOW_LAYERS))
+    said = read_fields(
+        window, _OF_WINDOWS, f"{WINDOW_LAYERS} in rope_parameters of {where}", "a layer with a window"
+    ).read
     old = config.get(family.field) if family.field else None
     base = next(each for each in (said["rope_theta"], old, family.default) if each is not None)
     if base <= 1:

@@ -259,6 +259,10 @@ def test_a_composite_that_says_nothing_of_ties_goes_by_its_tensors(tmp_path: Pat
     assert not describe(fields, "config.json").tie_embeddings
 
 
+_BY_KIND_OF_LAYER = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "original_max_position_embeddings": 16, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
 
 
@@ -271,6 +275,8 @@ _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}}),
         ("llama", {"rope_parameters": None}),
         ("gpt_oss", {"rope_parameters": None}),
+        ("olmo3", {"rope_parameters": _BY_KIND_OF_LAYER}),
+        ("olmo3", {"rope_parameters": _BY_KIND_OF_LAYER, "layer_types": ["full_attention"] * 2}),
     ],
 )
 @pytest.mark.parametrize("change", ["positions", "base", "scaling"])
