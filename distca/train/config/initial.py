@@ -140,7 +140,7 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
             "checkpoint.export."
         )
     length = model.variant.query_length
-    if length and scaling.kind == "yarn" and scaling.original_length != length:
+    if length and scaling.kind in ("yarn", "llama3") and scaling.original_length != length:
         raise ModelError(
             f"model.rope_scaling.original_length is {scaling.original_length}, but queries are scaled from {length} "
             "positions on, and transformers has one number for both, so this model cannot be exported; leave out "

@@ -151,6 +151,22 @@ def test_a_scaling_that_transformers_has_not_is_not_exported(tmp_path: Path) -> 
     assert description_of(parse_run_config(_line(folder)), 256).family == "phi3"
 
 
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_two_first_contexts_are_not_exported_as_one(tmp_path: Path, kind: str) -> None:
+    """The scaling of queries and that of positions have one number in transformers."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+    rope |= {"original_max_position_embeddings": 2048}
+    folder = _folder(tmp_path, "ministral3", head_dim=64, rope_parameters=rope)
+    scaled = _line(folder, "--model.rope_scaling.kind", kind, "--model.rope_scaling.factor", "4")
+    for length in ("2048", "4096"):
+        config = parse_run_config([*scaled, "--model.rope_scaling.original_length", length])
+        if length == "2048":
+            assert description_of(config, 256).rope_scaling.kind == kind
+            continue
+        with pytest.raises(ModelError, match=r"original_length is 4096, but queries are scaled from 2048 positions"):
+            description_of(config, 256)
+
+
 def test_what_is_left_out_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from distca.models.description import describe_folder
 
