@@ -118,6 +118,8 @@ def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
         text |= {"rope_theta": model.rope_base, "rope_scaling": scaling or None}
     if part is not None:
         text["partial_rotary_factor"] = part
+    if model.family == "mixtral" and text.get("head_dim") is None:  # its class computes none, which some scalings need
+        text["head_dim"] = model.head_dim
     if model.rope_scaling.kind == "longrope":  # Phi-3's class reads it here only
         text["original_max_position_embeddings"] = model.rope_scaling.original_length
 

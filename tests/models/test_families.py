@@ -238,6 +238,18 @@ def test_an_export_keeps_what_training_did_not_change() -> None:
     assert describe(written, "config.json") == dataclasses.replace(anew, dtype="float32")
 
 
+def test_a_stretched_mixtral_says_how_wide_its_heads_are() -> None:
+    """Transformers cannot build one with YaRN or dynamic scaling otherwise."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    first = bases()["mixtral"]
+    assert "head_dim" not in first
+    model = describe(first, "config.json")
+    yarn = dataclasses.replace(model.rope_scaling, kind="yarn", factor=4.0)
+    written = config_fields(dataclasses.replace(model, rope_scaling=yarn), "float32", first)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**written))
+
+
 def test_the_text_part_of_several_is_exported_in_its_place(tmp_path: Path) -> None:
     write_folder("mistral3", tmp_path)
     first = json.loads((tmp_path / "config.json").read_text())
