@@ -48,7 +48,10 @@ def random_batch(grid: Grid, cost: CostModel, seconds: float, seed: int) -> Task
     tasks = [_long_task(grid, cost, int(longest), seconds * generator.uniform(0.1, 0.75))]
     q_left, kv_left = grid.most_q_rows - tasks[0][0] - grid.tile, grid.most_kv_rows - tasks[0][1]
     left = seconds - _forward(cost, *tasks[0])
+    least = min(grid.tile, smallest) + grid.tile
     for _ in range(4096):
+        if q_left < least or kv_left < smallest:
+            break  # no task has fewer rows
         kv = int(2 ** generator.uniform(np.log2(smallest), np.log2(longest)))
         q = kv
         if generator.random() < 0.5:
