@@ -2,7 +2,7 @@
 
 A line is run as it stands, or in a cheaper way by the first rule of RULES that matches it; a line that no rule covers
 fails. That run alone forks ranks which is made before others go on from it; everywhere else settings are only checked
-(DRY_RUN=1), or options looked for in --help.
+(DRY_RUN=1), or options looked for in --help. Bash runs each launcher once; from then on it runs in a forked process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENIZER = {
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>{% endfor %}"
 TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 FILES = {
-    "corpus.jsonl": '{"text": "a b a"}\n' * 200 + '{"text": "b a b a"}\n' * 99,
+    "corpus.jsonl": json.dumps({"text": "a b a " * 50}) + '\n{"text": "b a b a"}\n' * 299,
     "tokenizer.json": json.dumps(TOKENIZER),
     "my/texts/one.txt": "a text",
     "talks.jsonl": f"{json.dumps(TALK)}\n" * 9,
@@ -52,11 +52,30 @@ PYTHON = f"exec {shlex.quote(sys.executable)}"
 PROGRAMS = {"nvidia-smi": "exit 1", "scontrol": "echo node-1; echo node-2", "python": f'{PYTHON} "$@"'}
 
 
+LAUNCHERS = {
+    "pretrain_llama.sh": ["distca.train.launch.pretrain"],
+    "benchmarks/example-3d-parallel/run3d.sh": ["benchmarks.throughput.launch", "3d"],
+    "benchmarks/example-4d-parallel/run4d.sh": ["benchmarks.throughput.launch", "4d"],
+}
+"""What each script starts."""
+# A launcher, whose check of the settings is forked too, with no other variables than those of its first word.
+LAUNCH = """
+import json, os, runpy, subprocess, sys
+from tests.testing import programs
+
+os.environ.clear()
+os.environ.update(json.loads(sys.argv.pop(1)))
+subprocess.call = lambda words: programs.Program(words).wait()
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
 class Project:
     """A copy of the project with all files that commands name, beside a cluster's programs; code is only linked."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin, self.help = folder / "distca", folder / "bin", dict[str, str]()
+        self.launched = set[str]()
         shutil.copytree(ROOT / "docs", self.folder / "docs")
         for path in ROOT.iterdir():
             if path.name not in ("docs", ".git", ".venv", "runs"):
@@ -73,13 +92,30 @@ class Project:
 
     def run(self, command: str, **variables: str) -> str:
         """Run a line of bash; its output. It may not fail."""
-        kept = {name: value for name, value in os.environ.items() if name in ("HOME", "LANG", "TMPDIR")}
-        kept |= {"PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(self.folder)}
-        kept |= {"OMP_NUM_THREADS": "1"} | variables
         words = ["bash", "-c", command]
+        kept = self._environment(variables)
         ran = subprocess.run(words, cwd=self.folder, env=kept, text=True, capture_output=True, timeout=240)
         assert ran.returncode == 0, f"{command}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
         return ran.stdout
+
+    def launch(self, command: str, **variables: str) -> str:
+        """The same of a line that is one of LAUNCHERS with variables before it and arguments behind it."""
+        words = shlex.split(command)
+        place = words.index("bash")
+        script, arguments = words[place + 1], words[place + 2 :]
+        if script not in self.launched or not {"$", "`", "*"}.isdisjoint(command):
+            self.launched.add(script)
+            return self.run(command, **variables)
+        given = dict(word.split("=", 1) for word in words[:place])
+        module, *more = LAUNCHERS[script]
+        return self.fork(
+            "python", "-c", LAUNCH, json.dumps(self._environment(variables | given)), module, *more, *arguments
+        )
+
+    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name in ("HOME", "LANG", "TMPDIR")}
+        kept |= {"PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(self.folder)}
+        return kept | {"OMP_NUM_THREADS": "1"} | variables
 
     def fork(self, *words: str) -> str:
         """The same of a Python program, from a process that has imported what it needs."""
@@ -129,7 +165,7 @@ def checked(project: Project, command: str, **variables: str) -> str:
     if "CONTEXT_LENGTH=131072" in command:
         variables["TOKENS_PER_RANK"] = "131072"
     variables |= JOB if command.startswith("sbatch") else {}
-    said = project.run(command.replace(f"sbatch {ALLOCATION}", "bash"), DRY_RUN="1", **variables)
+    said = project.launch(command.replace(f"sbatch {ALLOCATION}", "bash"), DRY_RUN="1", **variables)
     assert "pretrain_llama.py --" in said or "benchmarks" in said
     return said
 
