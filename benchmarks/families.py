@@ -82,18 +82,19 @@ class Errors:
         return all(error <= TOLERANCE for error in (self.gradients, self.losses, self.weights))
 
 
-def compare(names: Sequence[str], tp: int = 1) -> dict[str, Errors]:
+def compare(names: Sequence[str], tp: int = 1, steps: int = STEPS) -> dict[str, Errors]:
     """The errors of some of :data:`benchmarks.family_models.CASES`, by name.
 
     Args:
         names: of the cases.
         tp: tensor-parallel ranks of the two ranks.
+        steps: of AdamW.
     """
     with tempfile.TemporaryDirectory(prefix="distca-families-") as root:
         folders = {name: Path(root) / str(number) for number, name in enumerate(names)}
         models = {name: family_models.write_folder(name, folder) for name, folder in folders.items()}
-        theirs = {name: _theirs(model, describe_folder(folders[name]).weights) for name, model in models.items()}
-        ours, *_ = run_ranks(RANKS, _all_ours, list(folders.values()), tp, timeout=600.0)
+        theirs = {name: _theirs(model, describe_folder(folders[name]).weights, steps) for name, model in models.items()}
+        ours, *_ = run_ranks(RANKS, _all_ours, list(folders.values()), tp, steps, timeout=600.0)
     return {name: _errors(own, theirs[name]) for name, own in zip(names, ours, strict=True)}
 
 
@@ -114,18 +115,18 @@ def _rank(error: float) -> tuple[bool, float]:
     return error != error, error
 
 
-def _steps() -> Iterator[list[list[list[int]]]]:
+def _documents(steps: int) -> Iterator[list[list[list[int]]]]:
     """The documents of every step, by micro-batch; in each the shortest first."""
-    for step in range(STEPS):
+    for step in range(steps):
         yield [family_models.documents(step * _MICRO_BATCHES + number) for number in range(_MICRO_BATCHES)]
 
 
-def _theirs(model: Any, names: WeightMap) -> Trained:
+def _theirs(model: Any, names: WeightMap, steps: int) -> Trained:
     """The results of transformers and torch for a model, one document at a time; tensors have a folder's names."""
     model = model.eval()  # without dropout
     weights = {plain_name(name): weight for name, weight in model.named_parameters()}
     adam, gradients, losses = None, Tensors(), []
-    for micro_batches in _steps():
+    for micro_batches in _documents(steps):
         model.zero_grad()
         documents = [document for micro_batch in micro_batches for document in micro_batch]
         tokens, total = sum(len(document) - 1 for document in documents), 0.0
@@ -178,15 +179,15 @@ def _torch_adam(weights: Tensors) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=_ADAM.lr, betas=(_ADAM.beta1, _ADAM.beta2), eps=_ADAM.epsilon)
 
 
-def _all_ours(folders: Sequence[Path], tp: int) -> list[Trained]:
+def _all_ours(folders: Sequence[Path], tp: int, steps: int) -> list[Trained]:
     warnings.filterwarnings("ignore")
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    return [_ours(folder, tp) for folder in folders]
+    return [_ours(folder, tp, steps) for folder in folders]
 
 
-def _ours(folder: Path, tp: int) -> Trained:
+def _ours(folder: Path, tp: int, steps: int) -> Trained:
     """The results of CAD for a folder, packed over all ranks."""
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
@@ -213,7 +214,7 @@ def _ours(folder: Path, tp: int) -> Trained:
     model = cad.attach(build_model(shape, described.vocabulary, cad))
     load_weights(model, described, TensorFiles(folder))
     ddp = cad.data_parallel(model, distributed_optimizer=False)
-    optimizer = build_optimizer(ddp, _ADAM, STEPS, 0, torch.float32)
+    optimizer = build_optimizer(ddp, _ADAM, steps, 0, torch.float32)
 
     def stored(values: Callable[[Any], torch.Tensor]) -> Tensors:
         found = Tensors()
@@ -225,7 +226,7 @@ def _ours(folder: Path, tp: int) -> Trained:
         return found
 
     gradients, losses = Tensors(), []
-    for documents in _steps():
+    for documents in _documents(steps):
         step = cad.plan_step(StepDocuments(documents))
         total, tokens = sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)
         losses.append(float(total / tokens))

@@ -65,16 +65,20 @@ def _attention_errors(names, lengths):
 
 
 def test_groups_of_all_and_of_two_of_four_ranks():
-    names = ("cp4", "cp4-keep", "ring4", "ulysses4")
-    wanted = [(name, lengths, _one_group(lengths)) for name in names for lengths in (SEVERAL, FEW)]
-    wanted += [(name, ONE_LONG, _one_group(ONE_LONG)) for name in names[1:3]]  # float64 has it of every mode below
-    wanted += [
-        (name, lengths, group_of)
-        for name in ("cp2", "ring2", "ulysses2")
-        for lengths, group_of in ((SEVERAL, TWO_GROUPS), (FEW, FEW_GROUPS))
-    ]
+    wanted = [(name, SEVERAL, _one_group(SEVERAL)) for name in ("cp4", "cp4-keep", "ring4", "ulysses4")]
+    wanted.append(("cp4-keep", FEW, _one_group(FEW)))
+    wanted.append(("cp2", SEVERAL, TWO_GROUPS))
+    wanted += [(name, FEW, FEW_GROUPS) for name in ("cp2", "ring2", "ulysses2")]
     wanted.append(("packed", SEVERAL, ((3, 2, 1, 0, 3, 1), (1, 0, 2))))
     wanted.append(("variable", FEW, FEW_GROUPS))  # two ranks have no tokens
+    _hold(run_ranks(4, _differences, wanted, 1, 4)[0])
+
+
+@pytest.mark.matrix
+def test_further_lengths_in_groups_of_all_and_of_two_of_four_ranks():
+    wanted = [(name, FEW, _one_group(FEW)) for name in ("cp4", "ring4", "ulysses4")]
+    wanted += [(name, ONE_LONG, _one_group(ONE_LONG)) for name in ("cp4-keep", "ring4")]
+    wanted += [(name, SEVERAL, TWO_GROUPS) for name in ("ring2", "ulysses2")]
     _hold(run_ranks(4, _differences, wanted, 1, 4)[0])
 
 
@@ -227,11 +231,15 @@ def _kind_errors(names, lengths, kinds):
     }
 
 
-def test_windows_and_sinks_in_float64():
+KINDS = [(1, True), (5, True), (40, False), (200, True), (0, True)]
+FURTHER_KINDS = [(2, False), (1000, False)]
+
+
+@pytest.mark.parametrize("kinds", [KINDS, pytest.param(FURTHER_KINDS, marks=pytest.mark.matrix)], ids=["", "further"])
+def test_windows_and_sinks_in_float64(kinds):
     """Windows shorter and longer than pieces, longer than documents; sinks with and without."""
     names = ["packed", "cp3", "cp3-keep", "cp3-halo"]
     lengths = [(13, 7, 1, 129, 3, 1), (301,), (1, 2, 1)]
-    kinds = [(1, True), (2, False), (5, True), (40, False), (200, True), (1000, False), (0, True)]
     for case, errors in run_ranks(3, _kind_errors, names, lengths, kinds)[0].items():
         for name, by_tensor in errors.items():
             assert max(by_tensor.values()) < 1e-12, (case, name, by_tensor)

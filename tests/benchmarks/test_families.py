@@ -10,11 +10,11 @@ from benchmarks.family_models import CASES
 from megatron_patches.versions import has_gated_delta_net
 
 
-def test_gradients_and_five_steps_are_those_of_transformers():
+def test_gradients_and_two_steps_are_those_of_transformers():
     """Windows, capped scores, four norms, and experts, of which some have biases and MXFP4 and others a shared one,
     Mamba-2, and latent attention."""
     newer = ["nemotron_h", "deepseek_v3"] if has_gated_delta_net() else []
-    found = compare(["gemma2", "gpt_oss, mxfp4", "glm4_moe, fused", *newer])
+    found = compare(["gemma2", "gpt_oss, mxfp4", "glm4_moe, fused", *newer], steps=2)
     assert all(errors.equal for errors in found.values()), found
     assert [errors.tensors for errors in found.values()][:3] == [46, 61, 95]
 

@@ -256,7 +256,7 @@ def _all_of(reads):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("script", [RUN_3D, RUN_4D])
+@pytest.mark.parametrize("script", [RUN_3D, pytest.param(RUN_4D, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_ranks_and_is_named(tmp_path, number, script, terminal):
     script, ranks = copied(script, tmp_path), tmp_path / "ranks"

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ["--model.layers", "2", "--model.hidden", "32", "--model.ffn", "48", "--model.heads", "2"]
 MODEL += ["--model.kv_heads", "2", "--model.vocabulary", "64", "--data.tokens_per_rank", "128"]
 MODEL += ["--data.context_length", "128", "--train.recompute", "mlp"]
-RUN = ["--mixes", "prolong", "--contexts", "128", "--batches", "2", "--warm-up", "1"]
+RUN = ["--mixes", "pretrain", "--contexts", "128", "--batches", "2", "--warm-up", "0"]
 
 # The benchmark, and then what it imported.
 PROGRAM = """
@@ -58,11 +58,12 @@ EXPERTS += ["--model.qk_norm", "true"]
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 def test_unmodified_megatron_trains_the_same_batches_from_the_same_weights(tmp_path):
-    """Of a model with experts in two stages, which run by 1F1B; the other models have one stage and two replicas."""
-    settings = ("--parallel.pp", "2", "--train.micro_batches", "2", *EXPERTS)
+    """Of a model with experts and grouped-query attention in two stages, which run by 1F1B; the other models have one
+    stage and two replicas. Norms of queries and keys make attention count: a wrong base of RoPE is seen."""
+    settings = ("--model.heads", "4", "--parallel.pp", "2", "--train.micro_batches", "2", *EXPERTS)
     before = start(tmp_path, "packed", *settings)
     report = start(tmp_path, "megatron-te", *settings)
-    cell, old = report["cells"]["prolong 128"], before["cells"]["prolong 128"]
+    cell, old = report["cells"]["pretrain 128"], before["cells"]["pretrain 128"]
     assert list(cell["modes"]) == ["packed", "megatron-te"] and cell["modes"]["packed"] == old["modes"]["packed"]
     assert report["ceiling"] == before["ceiling"] and report["command"] == before["command"]
     assert cell["compared"]["loss_difference"]["megatron-te"] < 1e-6 and not cell["compared"]["apart"]
@@ -75,15 +76,13 @@ def test_unmodified_megatron_trains_the_same_batches_from_the_same_weights(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 def test_all_modes_train_the_same_dense_model(tmp_path):
-    """Of a model with grouped-query attention, on two replicas.
-
-    Norms of queries and keys make attention count: a wrong base of RoPE is seen.
-    """
+    """Of a model with grouped-query attention, on two replicas."""
     grouped = ("--model.layers", "1", "--model.heads", "4", "--model.qk_norm", "true")
     start(tmp_path, "distca packed", *grouped)
-    compared = start(tmp_path, "megatron-te", *grouped)["cells"]["prolong 128"]["compared"]
+    compared = start(tmp_path, "megatron-te", *grouped)["cells"]["pretrain 128"]["compared"]
     assert max(compared["loss_difference"].values()) < 1e-6 and not compared["apart"]
     assert max(compared["gradient_norm_difference"].values()) < 1e-3
 
@@ -100,9 +99,9 @@ HYBRID += ["--model.variant.zero_centered_norms", "true", "--model.variant.rotar
 def test_all_modes_train_the_same_recurrent_layers(tmp_path):
     start(tmp_path, "packed distca cp2-keep ulysses2", *HYBRID)
     report = start(tmp_path, "megatron-te", *HYBRID)
-    compared = report["cells"]["prolong 128"]["compared"]
+    compared = report["cells"]["pretrain 128"]["compared"]
     assert max(compared["loss_difference"].values()) < 1e-6 and not compared["apart"]
-    modes = report["cells"]["prolong 128"]["modes"]
+    modes = report["cells"]["pretrain 128"]["modes"]
     assert 0 < modes["distca"]["summaries_exposed"] < 1 and modes["packed"]["exposed"] == {}
     assert report["ceiling"]["recurrent"]["layers"] == 1 and report["ceiling"]["recurrent"]["backward"] > 0
 
@@ -118,7 +117,7 @@ LATENT += ["--model.experts.score", "sigmoid", "--parallel.ep", "2"]
 @pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19")
 def test_all_modes_train_the_same_latent_attention(tmp_path):
     start(tmp_path, "distca packed cp2 cp2-keep", *LATENT)
-    compared = start(tmp_path, "megatron-te", *LATENT)["cells"]["prolong 128"]["compared"]
+    compared = start(tmp_path, "megatron-te", *LATENT)["cells"]["pretrain 128"]["compared"]
     assert max(compared["loss_difference"].values()) < 1e-6 and not compared["apart"]
     assert max(compared["gradient_norm_difference"].values()) < 1e-3
 

@@ -87,11 +87,11 @@ def test_its_losses_and_gradients_are_megatrons():
 
 def test_it_trains_on_cpu_ranks():
     """By itself in a process that imports what the script does, in its order, and as two stages of torchrun's."""
-    words = ["-W", "ignore", "examples/own_training_loop.py", "--steps", "2"]
+    words = ["-W", "ignore", "examples/own_training_loop.py", "--steps"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *words]
+    command = [sys.executable, *words, "1"]
     alone = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    for done in (alone, programs.torchrun(2, *words[2:], "--pp", "2")):
+    for steps, done in ((1, alone), (2, programs.torchrun(2, *words[2:], "2", "--pp", "2"))):
         assert done.returncode == 0, done.stderr[-3000:]
-        assert "step 1: loss" in done.stdout and "step 2: loss" in done.stdout
+        assert all(f"step {step}: loss" in done.stdout for step in range(1, steps + 1))
         assert "RNG state" not in done.stderr

@@ -40,6 +40,13 @@ def test_never(): pass
 """
 
 
+@pytest.fixture(autouse=True)
+def _only_plugins_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others take longer to import than these tests run."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
+
+
 def _files(folder: Path, **texts: str) -> list[Path]:
     for name, text in texts.items():
         (folder / f"test_{name}.py").write_text(text)
