@@ -1,6 +1,6 @@
 """Tokens of a text, made once and found again: by the files as they lie there, or by their content and the tokenizer.
 
-CACHE/by_files/FILES.json      which tokens belong to files of this path, size and time of change
+CACHE/by_files/FILES.json      which tokens belong to files of this kind, path, size and time of change
 CACHE/CONTENT/tokens.bin ...   tokens, by the content of the files and what the ids depend on
 """
 
@@ -95,7 +95,7 @@ class CachedTokens:
         return str(self.cache / content / "tokens")
 
     def _by_files(self) -> Path:
-        return self.cache / "by_files" / f"{_digest([self.texts.state(), self._identity()])}.json"
+        return self.cache / "by_files" / f"{_digest([self.texts.kind, self.texts.state(), self._identity()])}.json"
 
     def _identity(self) -> dict[str, Any]:
         """Returns all that ids depend on beside the texts. Tokens made without bad documents have an entry of their

@@ -96,7 +96,7 @@ def convert(
     """
     prefix = check_output(output, elsewhere)
     encoder = recipe.open()
-    sources = {"texts": texts.state(), "recipe": recipe.identity(), "bad": bad}
+    sources = {"kind": texts.kind, "texts": texts.state(), "recipe": recipe.identity(), "bad": bad}
     try:
         with _Partial.held(prefix, encoder.vocabulary, sources, elsewhere) as partial:
             advanced(partial.read)
