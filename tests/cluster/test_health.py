@@ -53,11 +53,11 @@ def answers() -> Iterator[Answers]:
 
 def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
-    settings = {"output": tmp_path, "data__path": tmp_path / "texts", "model__layers": 4, "parallel__pp": 4}
+    settings = {"output": tmp_path, "data__path": tmp_path / "texts", "model__layers": 3, "parallel__pp": 3}
     settings |= {"name": "killed", "train__steps": 10_000, "train__micro_batches": 2}
     pids = tmp_path / "pids"
     pids.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", "pretrain_llama.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "pretrain_llama.py"]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), PIDS: str(pids)}
     with (tmp_path / "log").open("w") as file:
         started = Program([*command, *arguments(**settings)], os.environ | environment, ROOT, file, file)
@@ -67,8 +67,8 @@ def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
             assert started.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.2)
-        ranks = [psutil.Process(int((pids / str(rank)).read_text())) for rank in range(4)]
-        victim = ranks[2]
+        ranks = [psutil.Process(int((pids / str(rank)).read_text())) for rank in range(3)]
+        victim = ranks[2]  # whom rank 0 does not talk to
         victim.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         assert started.wait(60) != 0
@@ -77,7 +77,7 @@ def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
         started.terminate()
     text = (tmp_path / "log").read_text()
     said = re.findall(r"Rank 2 died in step (\d+) \(process (\d+) on [^)]*\)", text)
-    assert len(said) == 3, text  # by each of the others
+    assert len(said) == 2, text  # by each of the others
     steps = metrics.read_text().count("\n")
     assert steps <= int(said[0][0]) <= steps + 1 and int(said[0][1]) == victim.pid
     assert "last checkpoint" in text

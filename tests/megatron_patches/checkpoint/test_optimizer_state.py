@@ -96,12 +96,17 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "cut", [{"parallel__tp": 2}, {"parallel__pp": 2, "model__tie_embeddings": True}, {"train__precision": "bf16"}]
+    "ranks, cut",
+    [
+        (4, {"parallel__tp": 2}),
+        (4, {"parallel__pp": 2, "model__tie_embeddings": True}),
+        (2, {"train__precision": "bf16"}),
+    ],
 )
-def test_nothing_is_gathered_and_the_same_is_saved(cut: dict[str, Any], tmp_path: Path) -> None:
+def test_nothing_is_gathered_and_the_same_is_saved(ranks: int, cut: dict[str, Any], tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     line = arguments(output=tmp_path, data__path=tmp_path / "texts", model__layers=2, train__micro_batches=2, **cut)
-    run_ranks(4, _save_and_load, line, tmp_path, timeout=200)
+    run_ranks(ranks, _save_and_load, line, tmp_path, timeout=200)
     gathered, parts = (_tensors(tmp_path / name) for name in ("gathered", "parts"))
     assert set(gathered) == set(parts) and any(name.startswith("optimizer.state.exp_avg_sq.") for name in parts)
     for name, expected in gathered.items():

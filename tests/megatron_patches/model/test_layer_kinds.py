@@ -15,25 +15,33 @@ from tests.parity.test_parity import _check, _suite
 CPU = torch.device("cpu")
 
 
-def _kinds(tp, pp, per_node, float64):
+def _kinds(tp, pp, per_node, float64, numbers):
     suite = _suite()
     cases = [suite.replace(case, ranks_per_node=per_node) for case in suite.kind_cases(tp, pp=pp)]
-    if not float64:  # windows, sinks and full layers, one with all three
-        cases = cases[3:] if per_node else cases[2:]
+    cases = [cases[number] for number in numbers]
     compare = suite.float64_errors if float64 else suite.float32_differences
     tolerance = suite.FLOAT64_TOLERANCE if float64 else suite.FLOAT32_TOLERANCE
     return [(case, figures, tolerance) for case, figures in zip(cases, compare(cases, CPU), strict=True)]
 
 
 @pytest.mark.slow
-def test_block_of_several_kinds_in_float64():
-    _check(run_ranks(3, _kinds, 1, 1, 0, True)[0])
+@pytest.mark.parametrize("numbers", [(0, 1, 3, 5), pytest.param((2, 4), marks=pytest.mark.matrix)])
+def test_block_of_several_kinds_in_float64(numbers):
+    _check(run_ranks(3, _kinds, 1, 1, 0, True, numbers)[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks,tp,pp,per_node", [(4, 1, 1, 2), (4, 2, 2, 0)])
-def test_loss_and_every_gradient_of_several_kinds(ranks, tp, pp, per_node):
-    _check(run_ranks(ranks, _kinds, tp, pp, per_node, False)[0])
+@pytest.mark.parametrize(
+    "tp,pp,per_node,numbers",
+    [  # number 3 has windows, sinks and full layers; of 3 and 5, stages run different kinds at the same time
+        (1, 1, 2, (3,)),
+        (2, 2, 0, (3, 5)),
+        pytest.param(1, 1, 2, (4, 5), marks=pytest.mark.matrix),
+        pytest.param(2, 2, 0, (2, 4), marks=pytest.mark.matrix),
+    ],
+)
+def test_loss_and_every_gradient_of_several_kinds(tp, pp, per_node, numbers):
+    _check(run_ranks(4, _kinds, tp, pp, per_node, False, numbers)[0])
 
 
 def _config(**fields):

@@ -8,6 +8,7 @@ A process of its own, as :mod:`tests.megatron_patches.te.rank` is. Runs leave wh
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import multiprocessing
 import shutil
@@ -25,6 +26,9 @@ from tests.megatron_patches.te import double
 from tests.megatron_patches.te.fp8_tensor import Float8Quantizer
 
 STEPS, SAVED_AFTER = 4, 2
+_ONCE = ("torch._dynamo", "distca.train.run.loop", "distca.train.run.builder", "distca.train.run.main")
+_ONCE += ("megatron_patches.checkpoint.save_load", "megatron_patches.hugging_face.export", "docstring_parser")
+"""What ranks would import, each for itself; it takes longer than what they do."""
 
 
 def main() -> None:
@@ -36,6 +40,8 @@ def main() -> None:
 
     use_cpu()
     _stand_in()
+    for module in _ONCE:
+        importlib.import_module(module)
     ranks = [multiprocessing.get_context("fork").Process(target=_rank, args=(rank, folder)) for rank in range(2)]
     for rank in ranks:
         rank.start()

@@ -91,28 +91,37 @@ def test_a_rank_divides_the_gradients_that_its_optimizer_reads(distributed_optim
         assert rank and all(whole == mine * (1 + distributed_optimizer) for mine, whole in rank)
 
 
-def _compare(cases):
+CASES = (
+    ({"recompute": "mlp", "tie_embeddings": True}, True),
+    ({"recompute": "none", "backward": "resend"}, False),
+    ({"recompute": "all", "tp": 2}, False),
+)
+"""What differs from the usual case, and whether ranks share the optimizer."""
+
+
+def _in_three_ways():
+    """Every case with gradients reduced during backward and after it, and with weight gradients that megatron adds up
+    instead of the matrix products."""
     small_cases.on_cpu()
     from distca.parity.cases import ParityCase
 
     results = []
-    for changes, distributed_optimizer in cases:
-        case = replace(ParityCase(micro_batches=MICRO_BATCHES), **changes)
-        both = []
-        for overlap in (True, False):
+    for changes, distributed_optimizer in CASES:
+        case, ways = replace(ParityCase(micro_batches=MICRO_BATCHES), **changes), []
+        for overlap, products in ((True, True), (False, True), (True, False)):
             with pytest.MonkeyPatch.context() as monkeypatch:
-                both.append(_gradients(monkeypatch, case, overlap, distributed_optimizer))
-        results.append(both)
+                ways.append(_gradients(monkeypatch, case, overlap, distributed_optimizer, products))
+        results.append(ways)
     return results
 
 
-def test_overlapped_reduction_changes_no_bit():
-    cases = [
-        ({"recompute": "mlp", "tie_embeddings": True}, True),
-        ({"recompute": "none", "backward": "resend"}, False),
-        ({"recompute": "all", "tp": 2}, False),
-    ]
-    for case, (overlapped, after) in zip(cases, run_ranks(2, _compare, cases)[0], strict=True):
+@pytest.fixture(scope="module")
+def ways():
+    return run_ranks(2, _in_three_ways)[0]
+
+
+def test_overlapped_reduction_changes_no_bit(ways):
+    for case, (overlapped, after, _) in zip(CASES, ways, strict=True):
         for number, (ours, theirs) in enumerate(zip(overlapped, after, strict=True)):
             assert ours[0] == theirs[0], case
             assert ours[1].keys() == theirs[1].keys()
@@ -122,22 +131,8 @@ def test_overlapped_reduction_changes_no_bit():
             assert (ours[2] > 0) == (number > 0) and theirs[2] == 0, case
 
 
-def _accumulated(cases):
-    """Every case with weight gradients added up in the matrix products, and with megatron's own adding."""
-    small_cases.on_cpu()
-    from distca.parity.cases import ParityCase
-
-    results = []
-    for changes in cases:
-        case = replace(ParityCase(micro_batches=MICRO_BATCHES), **changes)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            results.append([_gradients(monkeypatch, case, True, True, products) for products in (True, False)])
-    return results
-
-
-def test_gradients_added_in_products_are_the_same():
-    cases = [{"recompute": "none"}, {"recompute": "mlp", "tie_embeddings": True}, {"recompute": "all", "tp": 2}]
-    for case, (products, separate) in zip(cases, run_ranks(2, _accumulated, cases)[0], strict=True):
+def test_gradients_added_in_products_are_the_same(ways):
+    for case, (products, _, separate) in zip(CASES, ways, strict=True):
         for ours, theirs in zip(products, separate, strict=True):
             assert ours[0] == theirs[0] and ours[2] == theirs[2], case
             for name, expected in theirs[1].items():
