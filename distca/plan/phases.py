@@ -113,11 +113,7 @@ def _of_combination(
     windows = [options.kinds[kind].window for kind in kinds]
     if not any(windows):
         plans = [_with_kinds(scheduler(_joined(nano, options), direction), nano, kinds, options) for nano in nanos]
-        # A document may go on in the next nano-batch. There its queries need the earlier k,v rows too, which do not
-        # travel again to servers that keep them.
-        if options.keeps:
-            plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
-        return tuple(plans)
+        return tuple(with_kept_rows(plans) if options.keeps else plans)
     plans = []
     for nano in nanos:
         seen = [layout and layout.within(window) for layout, window in zip(nano, windows, strict=True)]
@@ -137,6 +133,14 @@ def _of_combination(
         columns = (np.concatenate(pair) for pair in zip(scheduled.columns(), rest.columns(), strict=True))
         plans.append(replace(home, tasks=Tasks.sorted(*columns)))
     return tuple(plans)
+
+
+def with_kept_rows(plans: Sequence[Plan]) -> list[Plan]:
+    """Returns the plans of a micro-batch's nano-batches, if servers keep k,v rows for the next nano-batch.
+
+    A document may go on in the next nano-batch. There its queries need the earlier k,v rows too, which do not travel
+    again to servers that keep them."""
+    return [*plans[:1], *(replace(plan, before=before.tasks) for before, plan in pairwise(plans))]
 
 
 def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:

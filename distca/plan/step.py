@@ -25,7 +25,7 @@ from distca.plan.cost.pool import PoolCost
 from distca.plan.layout import Layout
 from distca.plan.metrics import seconds_by_kind, traffic
 from distca.plan.options import PlanOptions
-from distca.plan.phases import Phase, at_home, other_seconds, plan_phases, scheduler_of
+from distca.plan.phases import Phase, at_home, other_seconds, plan_phases, scheduler_of, with_kept_rows
 from distca.plan.place.lay_out import lay_out
 from distca.plan.place.micro_batches import deal_over_micro_batches
 from distca.plan.place.shares import SMALL_POOL
@@ -235,12 +235,13 @@ def _laid_out(
     if not options.disaggregate or homes is not None:
         return laid()
 
-    def planned(layout: Layout) -> tuple[Plan, Plan]:
-        forward = scheduler(layout, "both" if options.keeps else "forward")
-        return forward, forward if options.keeps else scheduler(layout, "backward")
+    def planned(layouts: tuple[Layout, ...]) -> list[tuple[Plan, Plan]]:
+        if options.keeps:
+            return [(plan, plan) for plan in with_kept_rows([scheduler(each, "both") for each in layouts])]
+        return [(scheduler(each, "forward"), scheduler(each, "backward")) for each in layouts]
 
     def price(layouts: tuple[Layout, ...]) -> Price:
-        return price_of([planned(each) for each in layouts], options.cost, options.links, options.resend, options.sinks)
+        return price_of(planned(layouts), options.cost, options.links, options.resend, options.sinks)
 
     room = int(lengths.sum()) // options.ranks // options.align * options.align
     # If documents are whole, recurrent layers take less time, but more rows of q, k and v travel. Whole documents were

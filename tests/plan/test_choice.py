@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from distca.data.mixes import Mix, sample_lengths
+from distca.data.mixes import Mix, sample_lengths, sample_mix
 from distca.plan import Layout, Links, Plan, PlanOptions, analytic_cost, lay_out, plan_step
 from distca.plan.choice import Once, Price, price_of
 from distca.plan.metrics import server_seconds, traffic
@@ -37,6 +37,12 @@ def test_a_slow_network_gets_the_layouts_with_less_to_wait_for() -> None:
     assert same(fast, lay_out(lengths, 8, placement="spread_by_nano_batch", **how))
     assert same(slow, lay_out(lengths, 8, placement="spread", ranks_per_node=1, **how))
     assert found[1].balance().bytes_moved < found[0].balance().bytes_moved
+
+
+def test_a_price_has_no_rows_of_ping_that_servers_keep_for_pong() -> None:
+    lengths, links = sample_mix("prolong-long", 4 * 131_072, 5, context=524_288), Links(1, network_price=20.0)
+    (chosen,) = plan_step([lengths], PlanOptions(4, LLAMA_8B, nano_batches=2, links=links)).layouts
+    assert same(chosen, lay_out(lengths, 4, placement="spread", nano_batches=2, dealing="lean", cost=LLAMA_8B))
 
 
 def test_a_price_is_what_the_slowest_and_the_busiest_rank_need() -> None:
