@@ -55,6 +55,7 @@ class PoolWatch:
         self._store, self._me = store, me
         self._generation, self._transport = 0, None  # type: int, Breakable | None
         self._seen: dict[Process, tuple[int, float]] = {}
+        self._others: dict[Process, tuple[int, float]] = {}  # servers outside the generation, since is_gone was asked
         self._quiet, self._looked = QUIET_S, time.monotonic()
         self._changing, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="distca-pool", daemon=True)
@@ -92,8 +93,10 @@ class PoolWatch:
 
     def is_gone(self, server: Process) -> bool:
         """Whether a server's process has ended, or has given no sign of life for ``QUIET_S`` seconds; before the
-        first generation, for ``STARTING_S``."""
-        _, since = self._seen.get(server, (0, self._looked))
+        first generation, for ``STARTING_S``.
+
+        The first question about a server outside the generation begins its silence."""
+        _, since = self._seen.get(server) or self._others.setdefault(server, (-1, self._looked))
         return not server.is_running() or self._looked - since > self._quiet
 
     def _listen_to(self, servers: Sequence[Process], quiet: float) -> None:
@@ -114,10 +117,11 @@ class PoolWatch:
     def _look(self) -> None:
         """Reads signs of life; notes a lost server in the store; breaks the transport off if it is noted there."""
         transport, key = self._transport, f"broken/{self._generation}"
-        for server, (signs, _) in list(self._seen.items()):
-            now = self._store.count(_sign(server))
-            if now != signs:
-                self._seen[server] = now, time.monotonic()
+        for servers in (self._seen, self._others):
+            for server, (signs, _) in list(servers.items()):
+                now = self._store.count(_sign(server))
+                if now != signs:
+                    servers[server] = now, time.monotonic()
         self._looked = time.monotonic()
         if transport is None:
             return

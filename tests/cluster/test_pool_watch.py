@@ -66,6 +66,21 @@ def test_all_break_off_when_a_server_gives_no_sign_of_life(watches: Callable[...
     assert not _broken(again, within=1.5 * QUIET_S)
 
 
+def test_a_silent_server_that_waits_outside_the_pool_is_gone_and_breaks_nothing_off(
+    watches: Callable[..., PoolWatch],
+) -> None:
+    home, transport, waiting = watches(), Transport(), watches(ELSEWHERE)
+    home.begin(0, transport, [HERE])
+    watches(HERE)
+    assert not home.is_gone(ELSEWHERE)
+    assert not _broken(transport, within=1.5 * QUIET_S) and not home.is_gone(ELSEWHERE)
+    waiting.stop()
+    until = time.monotonic() + 60
+    while not home.is_gone(ELSEWHERE) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert home.is_gone(ELSEWHERE) and not transport.broken
+
+
 def test_all_break_off_when_one_of_them_has(watches: Callable[..., PoolWatch]) -> None:
     transports = [Transport() for _ in range(3)]
     first, *others = (watches() for _ in transports)
