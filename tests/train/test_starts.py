@@ -232,7 +232,7 @@ def test_a_document_that_one_rank_cannot_read_is_named_by_it(folder: Path) -> No
         builder.add_document(torch.full((10,), token, dtype=torch.int32), [10])
     builder.finalize(f"{path}.idx")
     own = {"data__source": "indexed", "data__path": path, "data__vocabulary": 256, "data__validation_fraction": 0}
-    done = start(*arguments(output=folder / "unread", train__steps=40, **own), ranks=3)
+    done = start(*arguments(output=folder / "unread", train__steps=40, **own))
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ") and "300" in line]
     assert len(said) == 1, done.stderr

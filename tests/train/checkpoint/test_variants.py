@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,17 +15,24 @@ from distca.commands.main import main as distca
 from distca.errors import ConfigError
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
-from distca.testing.ranks import run_ranks
 from distca.train.checkpoint.checkpoints import _before
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
 from megatron_patches.versions import has_gated_delta_net
+from tests.testing.worlds import Worlds
 from tests.train.checkpoint.test_folders import CONSTANT, NO_SHAPE, VOCABULARY, _tensors
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
 HYBRIDS = ("qwen3_5 with images, tied", "nemotron_h", "qwen3_5_moe, fused", "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
 
 
 def _line(root: Path, **settings: object) -> list[str]:
@@ -50,12 +58,12 @@ def _train(root: Path) -> None:
     train_all([[*resumed, "--train.steps", "2", "--parallel.tp", "1", "--parallel.pp", "2"]])
 
 
-def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: Path) -> None:
+def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(worlds: Worlds, tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
         family_models.write_folder("gemma3", tmp_path / "first", torch.bfloat16)
-    run_ranks(4, _train, tmp_path)
+    worlds.call(2, _train, tmp_path)
     whole = steps_of(tmp_path / "runs" / "whole")
     assert steps_of(tmp_path / "runs" / "half") == pytest.approx(whole, rel=1e-6)
     written = yaml.safe_load((tmp_path / "runs" / "whole" / "config.yaml").read_text())["model"]["variant"]
@@ -78,9 +86,20 @@ def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: P
         parse_run_config(_line(tmp_path, model__variant__norms="post"))
 
 
-def test_sinks_biases_experts_and_recurrent_layers_go_through_a_checkpoint(tmp_path: Path) -> None:
-    names = ("gpt_oss, dense", "arcee, biases", "qwen3_moe", "gpt_oss", "glm4_moe", "glm4_moe, fused")
-    names += (*HYBRIDS, "deepseek_v3", "moonlight") if has_gated_delta_net() else ()
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("arcee, biases", "gpt_oss", "glm4_moe, fused", *((*HYBRIDS, "deepseek_v3") if has_gated_delta_net() else ())),
+        pytest.param(
+            ("gpt_oss, dense", "qwen3_moe", "glm4_moe", *(("moonlight",) if has_gated_delta_net() else ())),
+            marks=pytest.mark.matrix,
+        ),
+    ],
+    ids=["every kind", "further ones"],
+)
+def test_sinks_biases_experts_and_recurrent_layers_go_through_a_checkpoint(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
     commands = []
     for name in names:
         family_models.write_folder(name, tmp_path / name / "first")
@@ -95,7 +114,8 @@ def test_sinks_biases_experts_and_recurrent_layers_go_through_a_checkpoint(tmp_p
 
 
 @pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
-def test_hybrids_train_from_their_folders_in_stages_and_are_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_hybrids_train_from_their_folders_in_stages_and_are_exported(worlds: Worlds, tmp_path: Path, tp: int) -> None:
     """What is not trained comes along to the last bit."""
     roots = [tmp_path / name for name in HYBRIDS[:2]]
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +123,7 @@ def test_hybrids_train_from_their_folders_in_stages_and_are_exported(tmp_path: P
         for root in roots:
             write_texts(root / "texts")
             family_models.write_folder(root.name, root / "first", torch.bfloat16)
-    run_ranks(4, _train_hybrids, roots)
+    worlds.call(2 * tp, _train_hybrids, roots, tp)
     for root in roots:
         _check_exported(root)
 
@@ -124,12 +144,12 @@ def _check_exported(root: Path) -> None:
     assert got.keys() == again.keys() and all(torch.equal(got[each], again[each]) for each in got)
 
 
-def _train_hybrids(roots: list[Path]) -> None:
-    own = {"name": "whole", "train__steps": 2, "parallel__pp": 2}
+def _train_hybrids(roots: list[Path], tp: int) -> None:
+    own = {"name": "whole", "train__steps": 2, "parallel__tp": tp, "parallel__pp": 2}
     train_all([_line(root, **own, checkpoint__export=root / "exported") for root in roots])
 
 
-def test_mixtures_train_from_their_folders_and_are_exported(tmp_path: Path) -> None:
+def test_mixtures_train_from_their_folders_and_are_exported(worlds: Worlds, tmp_path: Path) -> None:
     """Experts in one tensor stay so, a layer that predicts further tokens comes along, and MXFP4 becomes bfloat16."""
     write_texts(tmp_path / "texts")
     cases = {"glm": "glm4_moe, fused", "oss": "gpt_oss, mxfp4"}
@@ -137,7 +157,7 @@ def test_mixtures_train_from_their_folders_and_are_exported(tmp_path: Path) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
         models = {name: family_models.write_folder(case, tmp_path / name, BF16) for name, case in cases.items()}
-    run_ranks(2, _train_mixtures, tmp_path, list(cases))
+    worlds.call(2, _train_mixtures, tmp_path, list(cases))
     text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
     for name, model in models.items():
         first, last = model.float(), family_models.loaded(tmp_path / f"{name} exported")
