@@ -51,6 +51,7 @@ def _line(root: Path, name: str) -> list[str]:
         "optimizer__weight_decay": DECAY,
         "optimizer__clip_grad": CLIP,
         "train__steps": STEPS,
+        "cad__tolerance": 0.1,  # so few tokens can hardly be level, and trying takes long
     }
     chosen = {each: value.format(root=root) if isinstance(value, str) else value for each, value in RUNS[name].items()}
     return arguments(**shape | settings | chosen)
@@ -122,14 +123,22 @@ def _reference(
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["dynamic", "qwen2, tied", "qwen3", "mistral"],
+        pytest.param(["llama3"], marks=pytest.mark.matrix),  # its settings are those of Qwen2, without stages
+    ],
+    ids=", ".join,
+)
+def test_losses_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     write_texts(tmp_path / "texts")
     monkeypatch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
-    for name in RUNS:
+    for name in names:
         family_models.write_folder(name, tmp_path / name)
         write_tokenizer(tmp_path / name)
     _write_lines(tmp_path)
-    lines = {name: _line(tmp_path, name) for name in RUNS}
+    lines = {name: _line(tmp_path, name) for name in names}
     run_ranks(4, train_all, list(lines.values()), timeout=250)
     for name, line in lines.items():
         expected, norms = _reference(tmp_path / name, _documents(line))

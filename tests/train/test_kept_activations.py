@@ -90,12 +90,13 @@ LATENT = {"latent.kv_rank": 64, "latent.key_dim": 12, "latent.rotary_dim": 6, "l
 LATENT |= {"head_dim": 0, "kv_heads": 32}
 VARIANTS = (
     (False, {}),
-    (True, {}),
+    pytest.param(True, {}, marks=pytest.mark.matrix),  # the next two have such norms too
     (True, {"norms": "both", "activation": "gelu"}),
     (True, {"norms": "post", "query_key_norm": "width"}),
     (False, {"parallel_mlp": "true", "rotary_percent": 0.5}),
     (False, {"activation": "relu2", "gated": "false", "mlp_bias": "true"}),
-    *(((False, LATENT | {"latent.q_rank": 96}), (False, LATENT)) if has_gated_delta_net() else ()),
+    *([(False, LATENT | {"latent.q_rank": 96})] if has_gated_delta_net() else ()),
+    *([pytest.param(False, LATENT, marks=pytest.mark.matrix)] if has_gated_delta_net() else ()),
 )
 
 

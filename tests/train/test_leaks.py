@@ -76,12 +76,13 @@ def _measure(line: list[str], steps: int) -> list[int]:
     return found
 
 
-def test_steps_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [CASES[1:4], pytest.param([CASES[0], CASES[4]], marks=pytest.mark.matrix)])
+def test_steps_leave_nothing_behind(tmp_path: Path, cases: list[dict[str, object]]) -> None:
     texts = write_texts(tmp_path / "texts")
     shape = {"train__micro_batches": 3, "data__whole_documents": True}
-    lines = [arguments(data__path=texts, output=tmp_path, **shape, **case) for case in CASES]
+    lines = [arguments(data__path=texts, output=tmp_path, **shape, **case) for case in cases]
     for rank in run_ranks(2, _live, lines, 3):
-        for case, (_, second, third) in zip(CASES, rank, strict=True):
+        for case, (_, second, third) in zip(cases, rank, strict=True):
             assert second == third, case
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from distca.testing.ranks import run_ranks
+from tests.testing.asked import asked
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 pytestmark = pytest.mark.slow
@@ -51,8 +52,9 @@ UNCHANGED = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> Path:
-    """Runs on two ranks, by name."""
+def two_ranks(folder: Path, request: pytest.FixtureRequest) -> Path:
+    """Runs on two ranks, by name, without those that no test asks for."""
+    variants, resumptions = asked(request, "variant"), asked(request, "name")
 
     def line(name: str | None, **settings: object) -> list[str]:
         usual = {"output": folder, "data__path": folder / "texts", "checkpoint__save_at_end": name == "saving"}
@@ -68,6 +70,8 @@ def two_ranks(folder: Path) -> Path:
         line("standing", train__validate_every=1, train__steps=3, **UNCHANGED),
     ]
     for name, settings in VARIANTS.items():
+        if name == "one-nano-batch" and name not in variants:
+            continue
         lines.append(line(f"whole-{name}", data__whole_documents=True, train__steps=3, **settings))
     even = {"data__path": folder / "even", "data__context_length": EVEN, "train__steps": 3}
     even |= {"optimizer__schedule": "linear", "optimizer__warmup_steps": 0}
@@ -78,9 +82,10 @@ def two_ranks(folder: Path) -> Path:
     # Fresh processes, and checkpoints as a run leaves them that died after its third step.
     for name in ("saving", "saving-plain", "saving-bf16"):
         _die_after_third_step(folder / name, folder / f"{name}-resumed")
+    plain = [line(None, checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False)]
     resumed = [
         line(None, checkpoint__resume=folder / "saving-resumed"),
-        line(None, checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False),
+        *(plain if "saving-plain" in resumptions else ()),
         line(None, checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16", **WSD),
         line(None, checkpoint__resume=folder / "saving", train__evaluate=True),
         line(None, checkpoint__resume=folder / "saving", train__evaluate=True, **others),
@@ -95,7 +100,11 @@ def _die_after_third_step(run: Path, copy: Path) -> None:
     assert (copy / "checkpoints" / "step_000003" / "COMPLETE").exists()
 
 
-@pytest.mark.parametrize("name", ["saving", "saving-plain", "saving-bf16"])
+@pytest.mark.parametrize(
+    "name",
+    # A checkpoint of the plain optimizer is resumed in test_resharding.py too.
+    ["saving", pytest.param("saving-plain", marks=pytest.mark.matrix), "saving-bf16"],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Path, name: str) -> None:
     for key in ("loss", "grad_norm", "lr", "tokens"):
         assert steps_of(two_ranks / f"{name}-resumed", key) == steps_of(two_ranks / name, key), key
@@ -116,8 +125,9 @@ def test_the_plain_optimizer_takes_the_same_steps_as_the_distributed_one(two_ran
         assert plain == pytest.approx(distributed, rel=CLOSE), key
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_goes_on_with_another_number_of_data_parallel_ranks(two_ranks: Path) -> None:
-    """With other numbers of tensor-parallel ranks and stages too in test_resharding.py."""
+    """In the suite with other numbers of tensor-parallel ranks and stages too, in test_resharding.py."""
     folder, copy = two_ranks, two_ranks / "saving-on-four"
     _die_after_third_step(folder / "saving", copy)
     # As many tokens per step on twice as many ranks.
@@ -127,7 +137,15 @@ def test_a_checkpoint_goes_on_with_another_number_of_data_parallel_ranks(two_ran
     assert four == pytest.approx(two, rel=CLOSE)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "home"])
+@pytest.mark.parametrize(
+    "variant",
+    # Single nano-batches are held against unmodified Megatron-Core in tests/parity.
+    [
+        pytest.param(name, marks=pytest.mark.matrix) if name == "one-nano-batch" else name
+        for name in VARIANTS
+        if name != "home"
+    ],
+)
 def test_where_attention_runs_changes_no_loss(two_ranks: Path, variant: str) -> None:
     at_home = two_ranks / "whole-home"
     for key in ("loss", "grad_norm", "validation_loss"):
