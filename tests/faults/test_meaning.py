@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ import pytest
 
 from tests.train.small_runs import ROOT
 
-pytest.importorskip("transformers")
-pytest.importorskip("jinja2")
+if find_spec("transformers") is None or find_spec("jinja2") is None:  # to import them takes half a second
+    pytest.skip("transformers or jinja2 is not installed.", allow_module_level=True)
 
 from distca.data.chat import ChatEncoder
 from tests.faults.meaning import attempt

@@ -1,9 +1,10 @@
 """Inverse frequencies against those of transformers, at the sizes of real models: equal to the last bit."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from distca.models.description import describe
 from distca.models.frequencies import frequencies_by_length, inverse_frequencies
@@ -28,7 +29,16 @@ CASES = {
 }
 
 
-def _config(rope: dict, positions: int = 131072) -> LlamaConfig:
+def _theirs(kind: str) -> Callable[..., tuple[torch.Tensor, float]]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # which takes half a second
+
+    found: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
+    return found
+
+
+def _config(rope: dict, positions: int = 131072) -> Any:
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         hidden_size=2048,
         num_attention_heads=16,
@@ -41,7 +51,7 @@ def _config(rope: dict, positions: int = 131072) -> LlamaConfig:
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_and_attention_factor(name: str) -> None:
     config = _config(CASES[name])
-    theirs, factor = ROPE_INIT_FUNCTIONS[CASES[name]["rope_type"]](config, "cpu")
+    theirs, factor = _theirs(CASES[name]["rope_type"])(config, "cpu")
     ours = describe(config.to_dict(), name)
     assert torch.equal(inverse_frequencies(128, ours.rope_base, ours.rope_scaling), theirs)
     assert ours.rope_scaling.resolved_attention_factor == pytest.approx(factor, rel=1e-15)
@@ -52,6 +62,6 @@ def test_dynamic_frequencies_go_by_the_length() -> None:
     ours, lengths = describe(config.to_dict(), "config.json"), torch.tensor([1, 4096, 4097, 10000, 131072])
     rows = frequencies_by_length(128, ours.rope_base, ours.rope_scaling, lengths)
     for length, row in zip(lengths, rows, strict=True):
-        theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=length)
+        theirs, _ = _theirs("dynamic")(config, "cpu", seq_len=length)
         assert torch.allclose(row, theirs, rtol=5e-7, atol=0), "one rounding of the base"
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[1], rows[2])
