@@ -1,4 +1,4 @@
-"""Reads YAML files of users; two entries of one name are an error, and errors are sentences."""
+"""Reads YAML files of users, where two entries of one name are an error and errors are sentences; and writes some."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def read_yaml(path: Path, refused: type[DistcaError]) -> Any:
         raise refused(f"{path} is YAML nested too deep to be read.") from None
 
 
+def written_yaml(content: Any) -> str:
+    """Returns content of plain types as YAML, from which :func:`read_yaml` reads the same."""
+    text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, default_flow_style=None)
+    return text
+
+
 class _OnceLoader(yaml.SafeLoader):
     """A loader that refuses two entries of one name, of which YAML would keep the last without a word.
 
@@ -46,6 +52,11 @@ class _OnceLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_OnceLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes a text such as 1e12, which would come back as a number."""
+
+
+for each in (_OnceLoader, _Dumper):
+    each.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )

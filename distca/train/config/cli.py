@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import jsonargparse
-import yaml
 
 from distca.errors import ConfigError, system_words
 from distca.train.config.initial import check_same_shape, settings_of_folder
 from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.words import takes, value_refused
-from distca.yaml_file import read_yaml
+from distca.yaml_file import read_yaml, written_yaml
 
 # (setting, value that one may well try) and what to write for it.
 _INSTEAD = {
@@ -138,7 +137,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """The whole configuration as YAML that ``--config`` reads back to an equal one."""
-    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, default_flow_style=None)
+    return written_yaml(_plain(asdict(config)))
 
 
 def by_setting(config: RunConfig) -> dict[str, Any]:

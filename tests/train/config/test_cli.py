@@ -62,6 +62,12 @@ def test_yaml_is_read_back_as_an_equal_configuration(tmp_path_factory, steps, lr
     assert parse_run_config(["--config", str(file)]) == config
 
 
+def test_a_name_that_looks_like_a_number_is_read_back(tmp_path: Path) -> None:
+    config = parse_run_config(["--name", "3e-4", "--data.path", "12e4", "--optimizer.lr", "3e-4"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert parse_run_config(["--config", str(tmp_path / "config.yaml")]) == config
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configurations_are_read(file: Path) -> None:
     config = parse_run_config(["--config", str(file)])
