@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.run_costs import GPUS
 from benchmarks.throughput.__main__ import asked_of
 from distca.log import setup_logging
 
@@ -143,14 +144,12 @@ def main() -> None:
     parts = list(dict.fromkeys(run.part for run in runs_of(8)))
     parser.add_argument("--parts", nargs="+", choices=parts)
     parser.add_argument("--runs", nargs="+", help="single runs by name")
-    parser.add_argument("--gpu", default="NVIDIA H200", help="of which GPU costs are predicted")
+    parser.add_argument("--gpu", choices=GPUS, default=GPUS[0], help="of which GPU costs are predicted")
     does = parser.add_mutually_exclusive_group()
     does.add_argument("--predict", action="store_true", help="predict, without GPUs")
     does.add_argument("--dry-run", action="store_true", help="print the commands")
     asked = parser.parse_args()
-    for run in runs_of(asked.gpus):
-        if (asked.parts and run.part not in asked.parts) or (asked.runs and run.name not in asked.runs):
-            continue
+    for run in _chosen(parser, asked):
         folder = asked.output / run.name
         if asked.dry_run:
             sys.stdout.write(f"{run.part}, at most {run.seconds} s: {shlex.join(command(run, folder, asked.gpus))}\n")
@@ -158,6 +157,16 @@ def main() -> None:
             predict(run, folder, asked.gpus, asked.gpu)
         else:
             execute(run, folder, asked.gpus)
+
+
+def _chosen(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> list[Run]:
+    """The runs of the parts and names that are asked for; a name that none of them has ends the command."""
+    runs = [run for run in runs_of(asked.gpus) if not asked.parts or run.part in asked.parts]
+    names = [run.name for run in runs]
+    for name in asked.runs or ():
+        if name not in names:
+            parser.error(f"--runs has {name}, and there is no such run; choose among {', '.join(names)}.")
+    return [run for run in runs if not asked.runs or run.name in asked.runs]
 
 
 def command(run: Run, folder: Path, gpus: int) -> list[str]:
@@ -174,7 +183,8 @@ def predict(run: Run, folder: Path, gpus: int, gpu: str) -> None:
     if run.benchmark not in ("benchmarks.throughput", "benchmarks.pipeline") or "peer" in run.name:
         return
     of = ["--of", "pipeline"] if run.benchmark == "benchmarks.pipeline" else []
-    own = ["--ranks", str(gpus), "--gpu", gpu, "--table-of", "NVIDIA H100 80GB HBM3"]
+    stand_in = next(each for each in reversed(GPUS) if each != gpu)
+    own = ["--ranks", str(gpus), "--gpu", gpu, "--table-of", stand_in]
     own += ["--links", *_SOCKETS_GB_S] if "--socket-nodes" in run.arguments else []
     target = folder / "predicted.json"
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import many_gpus, pipeline
+from benchmarks import many_gpus, pipeline, predict
+from benchmarks.run_costs import GPUS
 from benchmarks.throughput.__main__ import asked_of
 
 
@@ -41,3 +42,20 @@ def test_a_run_that_cannot_be_predicted_holds_up_no_other(tmp_path: Path, monkey
     (tmp_path / "predicted.json").write_text("of an older prediction")
     many_gpus.predict(run, tmp_path, 4, "NVIDIA H200")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_tables_of_the_other_gpu_stand_in(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(many_gpus, "_call", lambda words, _: called.append(words))
+    many_gpus.predict(many_gpus.runs_of(4)[0], tmp_path, 4, gpu)
+    options, _ = predict._options(called[0][3:])  # which refuses a GPU that stands in for itself
+    assert {options.gpu, options.table_of} == {*GPUS} and options.gpu == gpu
+
+
+def test_runs_that_nobody_knows_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--gpus", "4", "--output", "out", "--dry-run", "--parts", "long", "--runs", "long", "dense"]
+    monkeypatch.setattr("sys.argv", ["many_gpus", *asked])
+    with pytest.raises(SystemExit):
+        many_gpus.main()
+    assert "--runs has dense, and there is no such run; choose among long." in capsys.readouterr().err
