@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
+from distca.models.mlp import Mlp
 from distca.models.model_bytes import StateTypes
 from distca.plan.recurrent.traffic import RecurrentNano
 from distca.simulate.job import VALUE, Job
@@ -42,7 +43,7 @@ class StateBytes:
 
 
 def _layers(job: Job, *, disaggregated: bool, stage: int = 0) -> list[LayerBytes]:
-    """Returns the layers of a stage. The first stage holds at least as many micro-batches as any other."""
+    """Returns the layers of a stage."""
     return [
         LayerBytes(
             shape=job.model,
@@ -150,10 +151,35 @@ def with_servers(
         in_flight: [R] number of micro-batches that wait for backward.
         states: bytes of states in recurrent layers; None without such layers.
     """
+    of_stage = np.minimum(np.arange(len(rows)) // job.data_parallel, job.pp - 1)
+    # Stages with the same MLPs need the same; the first layers of some models have no experts.
+    stages: dict[tuple[Mlp, ...], list[int]] = {}
+    for stage in range(job.pp):
+        kinds = job.model.layer_kinds[stage * job.layers : (stage + 1) * job.layers]
+        stages.setdefault(tuple(kind.mlp for kind in kinds), []).append(stage)
+    found = np.zeros(len(rows))
+    for alike in stages.values():
+        each = _with_servers(job, rows, q_rows, kv_rows, received, in_flight, states, alike[0])
+        found = np.where(np.isin(of_stage, alike), each, found)
+    held = np.array([static_bytes(job, stage) for stage in range(job.pp)])
+    return np.asarray(found + np.where(np.arange(len(rows)) < job.homes, held[of_stage], 0))
+
+
+def _with_servers(
+    job: Job,
+    rows: np.ndarray,
+    q_rows: np.ndarray,
+    kv_rows: np.ndarray,
+    received: np.ndarray,
+    in_flight: np.ndarray,
+    states: StateBytes | None,
+    stage: int,
+) -> np.ndarray:
+    """Returns [R] bytes beside weights, gradients and optimizer state, if all ranks had the layers of ``stage``."""
     shape, ranks = job.shape, len(rows)
     home = np.arange(ranks) < job.homes
     last = home & (np.arange(ranks) >= job.homes - job.data_parallel)
-    layers = _layers(job, disaggregated=True)
+    layers = _layers(job, disaggregated=True, stage=stage)
     widest = max(layers, key=LayerBytes.mlp_at_work)
     # With keep, homes keep o too: the output projection needs it, so it counts among the bytes beside attention.
     attention = q_rows * (shape.q_bytes + widest.lse) + kv_rows * shape.kv_bytes
@@ -170,6 +196,4 @@ def with_servers(
         kept = kept + job.recurrent.count(True) * states.kept
         core = max(layer.core_at_work() for layer in layers) * at_once
         working = np.maximum(working, core + widest.around_work(1) * rows) + states.at_work
-    of_stages = np.array([static_bytes(job, stage) for stage in range(job.pp)])
-    held = np.where(home, of_stages[np.minimum(np.arange(ranks) // job.data_parallel, job.pp - 1)], 0)
-    return np.asarray(held + in_flight * kept + np.where(home, np.maximum(working, received), received))
+    return np.asarray(in_flight * kept + np.where(home, np.maximum(working, received), received))

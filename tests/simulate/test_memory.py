@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distca.models.experts import Experts
 from distca.plan import analytic_cost
 from distca.plan.cost.linear import LinearRate
 from distca.simulate import MODELS, Cluster, Job, dense
-from distca.simulate.memory import at_home, static_bytes
+from distca.simulate.memory import at_home, static_bytes, with_servers
 from distca.train.config.cli import parse_run_config
 from distca.train.run.memory import predict_memory
+from tests.simulate.cases import pair_cost
 
 CONFIGURATION = str(Path(__file__).parents[2] / "configs" / "llama-8b.yaml")
 
@@ -91,3 +93,16 @@ def test_a_stage_holds_its_own_experts() -> None:
         found = at_home(job, read, read, np.zeros(1), stage.micro_batches, number)[0]
         assert static_bytes(job, number) == pytest.approx(stage.model.held, rel=1e-3)
         assert found == pytest.approx(stage.total, rel=0.03)
+
+
+def test_servers_of_each_stage_keep_its_own_layers() -> None:
+    """The first of two stages has the dense layer. What the second one keeps is as much as with experts everywhere."""
+    experts = Experts(count=8, topk=2, ffn=64)
+    model = dense(4, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocabulary=8, experts=experts)
+    rows, flight = np.full(2, 1000), np.ones(2)
+    alone, mixed = (
+        with_servers(job, rows, rows, rows, np.zeros(2), flight)
+        for each in (experts, replace(experts, dense_layers=2))
+        for job in (Job(replace(model, experts=each), Cluster(2), pair_cost(), pp=2),)
+    )
+    assert mixed[1] == alone[1] and mixed[0] < alone[0]
