@@ -265,11 +265,12 @@ def _prediction(
     job: Job, name: str, workload: Workload, streams: Streams, attention: np.ndarray, end: StepEnd, peak: np.ndarray
 ) -> Prediction:
     step = float(streams.now.max()) + end.transfers + end.compute + job.rates.step_s
+    has_model = np.arange(job.servers) < job.homes  # servers without one have no optimizer
     return Prediction(
         name,
         step,
         workload.tokens,
-        streams.busy + end.compute,
+        streams.busy + np.where(has_model, end.compute, 0.0),
         attention,
         streams.exposed,
         end.transfers,

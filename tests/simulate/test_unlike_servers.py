@@ -16,7 +16,7 @@ from distca.plan.metrics import receive_buffer_gb
 from distca.simulate import Cluster, SimulationError, simulate
 from distca.simulate.cad import planned
 from distca.simulate.job import Backward
-from tests.simulate.cases import pair_cost, small_job
+from tests.simulate.cases import NOTHING_ELSE, pair_cost, small_job
 from tests.simulate.test_simulation import pairs, random_workload
 
 DISTCA = parse_mode("distca")
@@ -36,6 +36,7 @@ def test_servers_without_a_model_serve_and_do_nothing_else(stages: int, slow: fl
         tokens_per_rank=2000,
         extra_servers=servers,
         recompute="none",
+        rates=replace(NOTHING_ELSE, optimizer_s=1e-6),
     )
     assert job.homes == homes and job.data_parallel == 4 and job.non_attention is not None
     workload = random_workload(2)
