@@ -10,7 +10,7 @@ from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_documents
 from distca.errors import OptionError
 from distca.models.experts import Experts
-from distca.models.hybrid import Hybrid
+from distca.models.hybrid import EXPERTS, Hybrid
 from distca.models.latent import Latent
 from distca.models.shape import ModelShape
 from distca.models.variant import Variant
@@ -71,6 +71,7 @@ def read_model(name: str) -> ModelShape:
     wrong = [f"experts that cannot be: {each}" for each in own.problems(sizes["layers"])]
     wrong += [f"latent attention that cannot be: {each}" for each in attention.problems()]
     wrong += [f"a hybrid stack that cannot be: its {each}" for each in stack.problems(sizes["layers"])]
+    wrong += _not_in_stack(stack, own, more["window"])
     if has_latent and sizes["kv_heads"] != sizes["heads"]:
         wrong.append(
             f"latent attention and kv_heads {sizes['kv_heads']}, but every head has keys; set it to {sizes['heads']}."
@@ -79,6 +80,22 @@ def read_model(name: str) -> ModelShape:
     if wrong:
         raise OptionError(f"--model {name} has {wrong[0]}")
     return dense(**head_dim | sizes, **more, experts=own, latent=attention, hybrid=stack, variant=variant)
+
+
+def _not_in_stack(stack: Hybrid, own: Experts, window: int) -> list[str]:
+    """Returns what a hybrid stack would pass over, as a run with these settings refuses it."""
+    if not stack.pattern:
+        return []
+    found = []
+    if (EXPERTS in stack.pattern) != bool(own.count):
+        found.append(
+            f"experts with count {own.count} and a hybrid pattern {stack.pattern!r}; give experts where it has E, and "
+            "none where it has not."
+        )
+    for key, value in (("window", window), ("experts.dense_layers", own.dense_layers)):
+        if value:
+            found.append(f"{key} {value}, which is not served with a hybrid pattern; leave it out.")
+    return found
 
 
 def _check_fields(name: str, group: str, given: dict[Any, Any], usual: dict[str, Any]) -> None:

@@ -58,6 +58,14 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
             f"model: {{{sizes.format(2, 2)}, hybrid: {{pattern: GG}}}}",
             "a hybrid stack that cannot be: .* without attention",
         ),
+        *(
+            (f"model: {{{sizes.format(2, 2)}, hybrid: {{pattern: {pattern}}}{more}}}", said)
+            for pattern, more, said in (
+                ("'*E'", "", r"experts with count 0 and a hybrid pattern '\*E'; give experts where it has E"),
+                ("'*-'", ", experts: {count: 4, ffn: 8}", "experts with count 4 and a hybrid pattern"),
+                ("'*-'", ", layer_types: [window], window: 9", "window 9, which is not served with a hybrid pattern"),
+            )
+        ),
         (
             f"model: {{{sizes.format(2, 2)}, hybrid: {{heads: 1}}}}",
             "has hybrid with 'heads'; known are pattern",
