@@ -269,7 +269,7 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """A prediction beside what was measured: the error is predicted over measured tokens per second, less 1.
 
     Raises:
-        ConfigError: it is the prediction of another run.
+        ConfigError: it is the prediction of another run, or of fewer batches.
     """
     apart = [name for name in _ALIKE if name in before and name in measured and before[name] != measured[name]]
     if apart:
@@ -316,9 +316,16 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_first(predicted: dict[str, Any], batches: int | None) -> dict[str, Any]:
-    """A mode's prediction, its speed over so many batches: a run that was ended measured fewer."""
-    if batches in (None, len(predicted["steps_s"])):
+    """A mode's prediction, its speed over so many batches: a run that was ended measured fewer.
+
+    Raises:
+        ConfigError: so many were not predicted.
+    """
+    known = len(predicted["steps_s"])
+    if batches in (None, known):
         return predicted
+    if batches > known:
+        raise ConfigError(f"The prediction has batches {known}, and the run {batches}; predict as many.")
     tokens, seconds = (predicted[name][:batches] for name in ("tokens", "steps_s"))
     return predicted | {"tokens_per_s": sum(tokens) / sum(seconds), "steps_s": seconds}
 

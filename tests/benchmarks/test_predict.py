@@ -78,6 +78,9 @@ def test_a_run_that_was_ended_is_compared_over_its_own_batches() -> None:
     assert row["error"] == pytest.approx(0.25) and row["step_errors"] == [0.25]
     with pytest.raises(ConfigError, match="of a run with another seed; predict this one"):
         joined(report, ran | {"seed": 2})
+    ran["cells"]["a"]["modes"]["packed"] |= {"steps_s": [1.0] * 3, "batches": 3}
+    with pytest.raises(ConfigError, match="The prediction has batches 2, and the run 3; predict as many"):
+        joined(report, ran)
 
 
 def test_predictions_of_kept_runs_are_close_in_the_median() -> None:
