@@ -130,7 +130,9 @@ def _serve(
             meeting.put(f"table/{me.process}", measure(kernel, replace(asked.spec, device=device)) if measure else None)
     first: Generation = meeting.take("generation/0", patience)
     if joins_later:
-        # The homes have begun without this process, which now asks to join the next generation.
+        # The homes have begun without this process, which now asks to join the next generation. An earlier call of
+        # serve() may have ended before it took its answer.
+        meeting.drop(f"welcome/{me.process}")
         meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
         answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
         meeting.drop(f"welcome/{me.process}")  # the next call of serve() waits for an answer of its own

@@ -39,7 +39,10 @@ class LateServers:
     def hear(self, servers: Sequence[Comer]) -> None:
         """Reads who has come since the last call, drops those that have ended, and refuses those that cannot join.
 
-        ``servers`` are the present servers of all pools.
+        A process that comes again has ended its earlier call of serve(), so only its newest Comer counts.
+
+        Args:
+            servers: the present servers of all pools.
         """
         came = self._store.count("comers")
         self._unread += range(self._came, came)
@@ -47,8 +50,11 @@ class LateServers:
         # A server counts itself, then writes its Comer. One that ends between the two must not make homes wait.
         new = [each for each in self._unread if self._store.has(f"comer/{each}")]
         self._unread = [each for each in self._unread if each not in new]
-        self.waiting += [self._store.take(f"comer/{each}") for each in new]
-        self.waiting = [each for each in self.waiting if not self._watch.is_gone(each.process)]
+        newest = {each.process: each for each in self.waiting}
+        for each in new:
+            comer: Comer = self._store.take(f"comer/{each}")
+            newest[comer.process] = comer
+        self.waiting = [each for process, each in newest.items() if not self._watch.is_gone(process)]
         self._refuse_unfit(servers)
         joining = self.joining()
         too_few = [each.number for each in self.waiting if each not in joining]
@@ -72,9 +78,13 @@ class LateServers:
         self.waiting = [each for each in self.waiting if each not in joining]
         return joining
 
+    def stays(self, server: Comer) -> bool:
+        """Whether a present server has not ended, and its process has not come again."""
+        return not self._watch.is_gone(server.process) and all(each.process != server.process for each in self.waiting)
+
     def _refuse_unfit(self, servers: Sequence[Comer]) -> None:
         """Refuses late servers on another kind of device or a taken GPU, or with the number of another server."""
-        taken = {each.number for each in servers if not self._watch.is_gone(each.process)}
+        taken = {each.number for each in servers if self.stays(each)}
         for each in list(self.waiting):
             wrong = None
             if each.device != self._device:
@@ -89,7 +99,7 @@ class LateServers:
 
     def _refuse_shared_gpus(self, servers: Sequence[Comer]) -> None:
         """Refuses servers that would join together if one has a taken GPU, as no process group could form with them."""
-        stay = whole_places(servers, self._tp, lambda each: not self._watch.is_gone(each.process))
+        stay = whole_places(servers, self._tp, self.stays)
         joining = self.joining()
         for at in range(0, len(joining), self._tp):
             place = joining[at : at + self._tp]

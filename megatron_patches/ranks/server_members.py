@@ -257,7 +257,7 @@ class ServerMembers:
         wanted = self.transport.broken
         if self._leads:
             self._late.hear(self._servers)
-            wanted |= bool(self._late.joining()) or bool(self._lost) or any(map(self._is_gone, self._servers))
+            wanted |= bool(self._late.joining()) or bool(self._lost) or not all(map(self._late.stays, self._servers))
         return self._anywhere(wanted)
 
     def let_go(self, number: int) -> None:
@@ -291,8 +291,9 @@ class ServerMembers:
                 self._store.tell("change", self.generation)
                 # A new server that others cannot reach must not end the run.
                 unfit = came if attempt >= _TRIES_WITH_NEW else []
-                here = [each for each in self._servers if each not in unfit and self._is_here(each)]
+                stay = [each for each in self._servers if each not in unfit and self._late.stays(each)]
                 new = self._late.take() if attempt < _TRIES_WITH_NEW else []
+                here = [each for each in stay if self._is_here(each)]
                 came += new
                 found = [(whole_places(self._servers, self._tp, here.__contains__) + new, new)]
                 if attempt == _TRIES_WITH_NEW and came:

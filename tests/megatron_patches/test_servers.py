@@ -305,6 +305,7 @@ def _called_again() -> list[str]:
     store, me = dist.HashStore(), Comer(3, machine_name(), "cpu", "cpu", Process.here())
     homes, said = PoolStore(store), []
     homes.put("kernel", KernelTerms((me,), AttentionSpec(2, 1, 8, torch.float32, CPU), "auto"))
+    homes.put(f"welcome/{me.process}", "an answer to an earlier call, which was interrupted")
     for call in range(3):
         with (
             patch.object(attention_server, "choose_kernel", lambda *_: RoundedKernel()),
@@ -402,6 +403,19 @@ def test_the_number_of_a_late_server_that_ended_or_was_refused_is_free() -> None
     assert store.take("welcome/same number").startswith("The homes have a server 3 already")
 
 
+def test_a_process_that_comes_again_counts_once() -> None:
+    process: Any = str
+    first = Comer(3, "", "cpu", "", process("first"), gpu_id="a")
+    store = PoolStore(dist.HashStore())
+    late = LateServers(store, 1, "cpu", [], SimpleNamespace(is_gone=lambda _: False))  # type: ignore[arg-type]
+    for comers in ([first, first], [replace(first, number=4)], [first]):
+        for each in comers:
+            store.put(f"comer/{store.count('comers', 1) - 1}", each)
+        late.hear([first])  # it was in the pool already
+        assert late.joining() == comers[-1:] and not store.has("welcome/first")
+    assert not late.stays(first) and late.take() == [first] and late.stays(first)
+
+
 def test_a_late_server_that_ended_before_it_said_who_it_is_holds_nobody_up() -> None:
     process: Any = str
     some = [Comer(number, "", "cpu", "", process(number)) for number in range(3)]
@@ -494,15 +508,15 @@ def test_a_server_gives_signs_of_life_before_it_chooses_and_says_that_it_failed(
     assert run_ranks(1, _failed_choice) == [[True, said]]
 
 
-def _changed(fails: int) -> tuple[tuple[int, ...], int]:
+def _changed(fails: int, present: int = 1) -> tuple[tuple[int, ...], int]:
     """The servers of a pool, and its generation, after number 1 has come, with which the pool fails to form ``fails``
-    times."""
+    times. With ``present`` 2 the process of number 1 was in the pool already, and comes again."""
     remote: Any = object.__new__(RemoteServers)
     remote._tp, remote._leads, remote._may_change, remote._asking, remote.generation = 1, True, True, CPU, 0
     remote._store, remote._lost, remote._released = PoolStore(dist.HashStore()), set(), set()
     old, new = (Comer(number, "", "cpu", "", Process(number, "", 0)) for number in range(2))
     remote._watch = SimpleNamespace(begin=lambda *_: None, end=lambda: None, is_gone=lambda _: False)
-    remote._servers, remote._late = [old], LateServers(remote._store, 1, "cpu", [], remote._watch)
+    remote._servers, remote._late = [old, new][:present], LateServers(remote._store, 1, "cpu", [], remote._watch)
     remote._late.waiting = [new]
     remote.transport = BreakableTransport(goes_on=True)
 
@@ -518,7 +532,7 @@ def _changed(fails: int) -> tuple[tuple[int, ...], int]:
 
 
 def test_a_late_server_that_cannot_be_reached_is_left_out() -> None:
-    assert run_ranks(1, _changed, 0) == [((0, 1), 1)]
+    assert run_ranks(1, _changed, 0) == [((0, 1), 1)] == run_ranks(1, _changed, 0, 2)
     assert run_ranks(1, _changed, 1) == [((0, 1), 2)]
     assert run_ranks(1, _changed, 9) == [((0,), 3)]
 
