@@ -266,7 +266,9 @@ class _Bins:
     def put_whole(self, item: int, rows: float, work: float) -> bool:
         """Puts an item whole into the bin that lacks most surplus among those with enough free tokens.
 
-        Returns False if there is no such bin, or if the bin would get too much work (``OVERFULL``)."""
+        Returns False if there is no such bin, or if the bin would get too much work (``OVERFULL``). The caller then
+        calls :meth:`put_parts`, which begins with the bin that lacks most surplus. If that bin has enough free tokens,
+        it gets the whole item all the same. Otherwise the item is cut, so that no bin far exceeds its work."""
         aside = []
         while self._heap and self._space[self._heap[0][1]] < rows:
             aside.append(heapq.heappop(self._heap))
