@@ -75,7 +75,7 @@ def simulate(
         ep: expert-parallel GPUs, which share the experts of every layer; rows count as if every expert got equally
             many.
         hide_experts: with distca, rows of one nano-batch travel to experts and back beside the other nano-batch's
-            computation, as training does.
+            computation, as training does unless --recompute is all.
         tokens_per_rank: tokens of a micro-batch on a data-parallel rank.
         micro_batches: of a step; by default 1, with stages 4 for each.
         recompute: what backward computes again: none, mlp or all.
@@ -130,6 +130,11 @@ def simulate(
     if hide_experts and ep == 1:
         raise OptionError(
             "--hide_experts is about rows that travel to experts, but --ep is 1; raise --ep or leave it out."
+        )
+    if hide_experts and recompute == "all":
+        raise OptionError(
+            "--hide_experts is true, but training waits for rows of experts where --recompute is all; choose none or "
+            "mlp, or leave --hide_experts out."
         )
     shape = read_model(model)
     clusters = [

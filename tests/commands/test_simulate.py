@@ -76,6 +76,7 @@ def test_a_context_that_few_gpus_cannot_hold_leaves_out_its_own_cases_only(
         (("--modes", "cp8", "--backward", "resend"), "--backward is DistCA's, but --modes is cp8; add distca"),
         (("--modes", "distca-unsplit", "--hide_experts", "true"), "--hide_experts is DistCA's"),
         (("--hide_experts", "true"), "--hide_experts is about rows that travel to experts, but --ep is 1; raise --ep"),
+        (("--hide_experts", "true", "--ep", "8", "--recompute", "all"), "training waits for rows of experts where"),
         (("--modes", "distca-hidden"), "distca-hidden is no mode: only baselines take -hidden; leave it out."),
         (("--gpus", "0"), "--gpus is 0"),
         (("--gpus", "[]"), "--gpus is []; give one number"),
