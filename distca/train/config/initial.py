@@ -128,7 +128,7 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
             "The model has windows, sinks, experts, latent attention, recurrent layers or a variant, and no folder of "
             "a family that has them, so it cannot be exported; begin with a folder, or leave out checkpoint.export."
         )
-    if first is not None and scaling.kind != "none" and scaling.kind not in scalings(family):
+    if scaling.kind != "none" and scaling.kind not in scalings(family):
         raise ModelError(
             f"model.rope_scaling.kind is {scaling.kind}, which models of {family} do not have in transformers, so this "
             "one cannot be exported; set it to none, or leave out checkpoint.export."

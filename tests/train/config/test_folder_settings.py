@@ -149,6 +149,9 @@ def test_a_scaling_that_transformers_has_not_is_not_exported(tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"model\.rope_scaling\.kind is yarn, which models of phi3 do not have"):
         description_of(parse_run_config(_line(folder, *yarn)), 256)
     assert description_of(parse_run_config(_line(folder)), 256).family == "phi3"
+    longrope = [f"--model.rope_scaling.{name}={value}" for name, value in (("kind", "longrope"), ("factor", "2"))]
+    with pytest.raises(ModelError, match=r"model\.rope_scaling\.kind is longrope, which models of llama do not have"):
+        description_of(parse_run_config(longrope), 256)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
