@@ -160,17 +160,17 @@ class Corpus:
 
 
 class _Cutter:
-    """Makes documents of at most ``context_length`` tokens.
-
-    Attributes:
-        empty: pieces of which nothing is learned, which were left out.
-    """
+    """Makes documents of at most ``context_length`` tokens."""
 
     def __init__(self, source: DocumentSource, context_length: int, masked: np.ndarray) -> None:
         """Take [D] bool, of which documents only a part is learned."""
-        self.empty = 0
         self._source, self._context_length, self._masked = source, context_length, masked
         self._learns: dict[tuple[int, int], bool] = {}
+
+    @property
+    def empty(self) -> int:
+        """Pieces that were left out, as nothing is learned of them; each once, however often a blend uses it."""
+        return len(self._learns) - sum(self._learns.values())
 
     def cut(self, documents: np.ndarray) -> DocumentSet:
         """The given documents of the source, in pieces."""
@@ -184,7 +184,6 @@ class _Cutter:
         kept = np.ones(len(owner), bool)
         parts = zip(*(column[asked].tolist() for column in (document, offset, size)), strict=True)
         kept[asked] = [self._has_targets(*part) for part in parts]
-        self.empty += int((~kept).sum())
         return DocumentSet(self._source, document[kept], offset[kept], size[kept])
 
     def _has_targets(self, document: int, offset: int, size: int) -> bool:

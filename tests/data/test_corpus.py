@@ -142,3 +142,9 @@ def test_a_blend_leaves_out_the_conversations_of_its_sources_only(counting_sourc
     corpus = Corpus(Blend([counting_source([6, 3]), Talks("..xxxx", "..x")], parts), 4, None)
     assert sorted(corpus.train.lengths.tolist()) == [2, 3, 3, 4]
     assert [str(each) for each in corpus.left_out] == ["1 document of more than 4 tokens"]
+
+
+def test_a_piece_with_nothing_to_learn_counts_once_however_often_a_blend_uses_it():
+    corpus = Corpus(Blend([Talks(".xxx....")], [Ingredient("jsonl", "a", None, "epochs", 3.0)]), 4, "split")
+    assert corpus.train.lengths.tolist() == [4, 4, 4]
+    assert [str(each) for each in corpus.left_out] == ["1 piece of longer documents with nothing to learn"]
