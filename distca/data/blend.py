@@ -27,6 +27,7 @@ from distca.data.sources.source import DocumentSource
 from distca.errors import DataError, system_words
 
 _KINDS = ("text", "jsonl", "parquet", "arrow", "indexed", "stdlib")
+_WITH_FIELDS = ("jsonl", "parquet", "arrow")
 _AMOUNTS = ("weight", "epochs", "tokens")
 _MOST_USES = 1 << 31
 """A document of a source is used at most so often in an epoch."""
@@ -101,8 +102,11 @@ def _ingredient(where: str, entry: Any, folder: Path) -> Ingredient:
     if (path is None) != (source == "stdlib"):
         needs = "takes no path" if path is not None else "needs a path"
         raise DataError(f"{where} has path {path!r}, but source {source} {needs}; correct it.")
+    field = entry.get("field")
+    if field is not None and (not isinstance(field, str) or not field or source not in _WITH_FIELDS):
+        raise DataError(f"{where} has field {field!r}; it is a text, for source {', '.join(_WITH_FIELDS)} alone.")
     place = None if path is None else str(folder / str(path))
-    return Ingredient(source, place, entry.get("field"), amounts[0], value, tokens, share)
+    return Ingredient(source, place, field, amounts[0], value, tokens, share)
 
 
 def _number(where: str, name: str, value: Any) -> float:

@@ -108,6 +108,8 @@ def test_numbers_are_read_as_in_configuration_files(tmp_path, written):
         ("- {source: text, weight: 1, long: {tokens: 3}}", "write it as {tokens: 65536, share: 0.6}"),
         ("- {source: text, weight: 1, long: {tokens: 3, share: 2}}", "has long.share 2.0; it is a share"),
         ("- {source: text, weight: 1}", "source 1 has path None, but source text needs a path; correct it."),
+        ("- {source: text, path: x, field: a, weight: 1}", "has field 'a'; it is a text, for source jsonl, parquet"),
+        ("- {source: jsonl, path: x, field: [a], weight: 1}", "has field ['a']; it is a text"),
         ("- {source: stdlib, path: x, weight: 1}", "has path 'x', but source stdlib takes no path; correct it."),
         ("- {source: stdlib, weight: 1}\n- {source: stdlib, epochs: 1}", "give weights to all or to none"),
     ],
