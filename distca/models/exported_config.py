@@ -89,7 +89,8 @@ def _keep_factor(text: dict[str, Any], began: ModelDescription) -> None:
 
 def _by_kind_of_layer(text: Mapping[str, Any]) -> bool:
     """Whether layers with and without windows have rotary positions of their own, also where none has a window."""
-    return bool((text.get("rope_parameters") or {}).get(FULL_LAYERS))
+    rope = text.get("rope_parameters")
+    return isinstance(rope, Mapping) and bool(rope.get(FULL_LAYERS))
 
 
 def _set_base(text: dict[str, Any], base: float) -> None:
