@@ -53,8 +53,24 @@ def ingredients(config: RunConfig) -> list[Ingredient]:
     """The sources of the run's documents: those of its blend, or the one that its settings name."""
     data = config.data
     if data.source == "blend":
-        return read_blend(data.path or "")
+        parts = read_blend(data.path or "")
+        if not any(each.source in TEXT_KINDS for each in parts):
+            _refuse_passed_over(config)
+        return parts
     return [Ingredient(data.source, data.path, data.field, "epochs", 1.0)]
+
+
+def _refuse_passed_over(config: RunConfig) -> None:
+    """Refuse what would be passed over in a blend without texts, as it is where such a source stands alone."""
+    data = config.data
+    given = {name: getattr(data, name) for name in ("field", "conversations", "begin_token", "end_token")}
+    for name, value in (given | {"bad": data.bad if data.bad == "skip" else None}).items():
+        if value:
+            shown = "true" if value is True else value
+            raise DataError(
+                f"`{name}` is {shown}, but all sources of {data.path} are indexed, whose documents are token ids "
+                "already; leave it out."
+            )
 
 
 def caches(config: RunConfig) -> list[CachedTokens | None]:

@@ -91,6 +91,10 @@ def test_a_blend_of_files_and_tokens(root):
     open_corpus(config(root))
     prefix = tokens.caches(config(root))[0].find()
     blend, indexed = root / "blend.yaml", f"- {{source: indexed, path: {prefix}, epochs: 1}}\n"
+    blend.write_text(indexed)
+    for name, value, shown in (("conversations", True, "true"), ("end_token", "</s>", "</s>"), ("bad", "skip", "skip")):
+        with pytest.raises(DataError, match=f"`{name}` is {shown}, but all sources of .* are indexed, whose"):
+            tokens.find_tokens(config(root, "blend", "blend.yaml", **{f"data__{name}": value}))
     blend.write_text("- {source: jsonl, path: talks.jsonl, field: messages, epochs: 2}\n" + indexed)
     with pytest.raises(DataError, match='its "messages" is no text'):
         open_corpus(config(root, "blend", "blend.yaml"))
