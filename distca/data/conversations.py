@@ -86,7 +86,7 @@ def _of_sharegpt(turn: dict[str, Any], number: int) -> dict[str, Any]:
             raise ValueError(f"message {number} is a {_CALL}, but its value is no JSON ({error})") from None
         calls = call if isinstance(call, list) else [call]
         return {"role": "assistant", "content": "", "tool_calls": [_call(each, number) for each in calls]}
-    if who not in _SHAREGPT:
+    if not isinstance(who, str) or who not in _SHAREGPT:
         raise ValueError(f"message {number} is from {who!r}; known are {', '.join([*_SHAREGPT, _CALL])}")
     return {"role": _SHAREGPT[who], "content": said}
 

@@ -56,6 +56,7 @@ def test_tools_as_a_list_or_as_json() -> None:
     [
         ([{"role": "asistant", "content": "x"}], "message 1 has the role 'asistant', which the chat template does not"),
         ([{"from": "bob", "value": "x"}], "message 1 is from 'bob'; known are system, human, user, gpt, assistant"),
+        ([{"from": ["bob"], "value": "x"}], r"message 1 is from \['bob'\]; known are system"),
         ([{"from": "human"}], "message 1 has no value"),
         ([{"from": "function_call", "value": "{"}], "message 1 is a function_call, but its value is no JSON"),
         ([{"role": "user"}], "message 1 is not"),
