@@ -58,7 +58,8 @@ _MEMORY_GIB = {"NVIDIA H200": 139.8, "NVIDIA H100 80GB HBM3": 79.2}
 _LINKS = (280.0, 240.0)
 """GB/s of each of two H200 in an all-to-all and an all-gather (benchmarks/results/throughput_2_gpus_peers_64k.json)."""
 _COMPARED = ("tokens_per_s", "idle_share", "memory_gib", "gib_per_step")
-_ALIKE = ("warm_up", "tokens_per_rank", "micro_batches", "seed", "fp8", "link_channels", "socket_nodes")
+_RUN = ("warm_up", "tokens_per_rank", "micro_batches", "seed", "fp8", "link_channels", "socket_nodes")
+_ALIKE = ("model", "parallel", *_RUN)
 """Facts that a prediction and its run agree on, where both name them."""
 
 
@@ -271,7 +272,7 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it is the prediction of another run, or of fewer batches.
     """
-    apart = [name for name in _ALIKE if name in before and name in measured and before[name] != measured[name]]
+    apart = [name for name in _ALIKE if name in before and name in measured and _differ(before[name], measured[name])]
     if apart:
         raise ConfigError(f"The prediction is of a run with another {', another '.join(apart)}; predict this one.")
     if before["hardware"] != measured["hardware"]:
@@ -313,6 +314,13 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     if errors:
         logger.info("Median error %.1f %% of %d modes", 100 * found["median_error"], len(errors))
     return found
+
+
+def _differ(ours: Any, theirs: Any) -> bool:
+    """Returns whether two facts differ; of groups of settings only what both name, as older reports lack some."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return any(_differ(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
+    return bool(ours != theirs)
 
 
 def _of_first(predicted: dict[str, Any], batches: int | None) -> dict[str, Any]:

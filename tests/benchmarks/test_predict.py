@@ -78,6 +78,10 @@ def test_a_run_that_was_ended_is_compared_over_its_own_batches() -> None:
     assert row["error"] == pytest.approx(0.25) and row["step_errors"] == [0.25]
     with pytest.raises(ConfigError, match="of a run with another seed; predict this one"):
         joined(report, ran | {"seed": 2})
+    model = {"layers": 4, "latent": {"kv_rank": 0}}
+    with pytest.raises(ConfigError, match="of a run with another model, another parallel; predict this one"):
+        joined(report | {"model": model, "parallel": {"tp": 2}}, ran | {"model": {"layers": 8}, "parallel": {"tp": 1}})
+    joined(report | {"model": model}, ran | {"model": {"layers": 4}})  # an older report lacks what came later
     ran["cells"]["a"]["modes"]["packed"] |= {"steps_s": [1.0] * 3, "batches": 3}
     with pytest.raises(ConfigError, match="The prediction has batches 2, and the run 3; predict as many"):
         joined(report, ran)
