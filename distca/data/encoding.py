@@ -140,7 +140,7 @@ def encoded_documents(block: Block, encoder: Encoder, recipe: Recipe) -> list[En
     encoded: Iterator[Encoded | Refused]
     try:
         encoded = iter(encoder.encode([value for _, value in read]))
-    except ValueError:
+    except (ValueError, RecursionError):
         # Only one by one does it show which document it was.
         encoded = (_encode_one(encoder, *each) for each in read)
     return [value if isinstance(value, Refused) else next(encoded) for _, value in documents]
@@ -159,6 +159,8 @@ def _encode_one(encoder: Encoder, where: str, value: Any) -> Encoded | Refused:
         return Refused(
             f"{where} is not UTF-8 text, which this tokenizer needs", "correct or remove it, use the tokenizer bytes"
         )
+    except RecursionError:
+        return Refused(f"{where} holds JSON nested too deep to be read", "correct or remove it")
     except ValueError as error:
         return Refused(f"{where} cannot be tokenized ({error})", "change the document or the tokenizer")
 

@@ -9,6 +9,7 @@ import pytest
 from distca.data import open_source
 from distca.data.chat import chat_recipe
 from distca.data.convert import convert
+from distca.data.encoding import encode_block
 from distca.data.recipe import Recipe
 from distca.data.texts import Row, open_texts
 from distca.data.tokenizer import find_tokenizer
@@ -284,3 +285,14 @@ def test_converted_conversations_need_their_mask(tmp_path):
     (tmp_path / "out.mask").unlink()
     with pytest.raises(DataError, match=r"out\.mask is missing"):
         open_source("indexed", f"{tmp_path}/out")
+
+
+def test_a_conversation_nested_too_deep_is_left_out_by_its_line(tmp_path):
+    write_tokenizer(tmp_path, PLAIN)
+    recipe = chat_recipe(Recipe(find_tokenizer(str(tmp_path)), "messages"))
+    rows = [{"messages": TALK}, {"messages": TALK, "tools": "[" * 5000 + "]" * 5000}]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (block,) = open_texts("jsonl", str(tmp_path / "talks.jsonl")).blocks("messages", recipe.beside)
+    tokens = encode_block(block, recipe.open(), recipe, "skip")
+    assert len(tokens.lengths) == 4 and tokens.bad == 1
+    assert tokens.named == (f"{tmp_path / 'talks.jsonl'}, line 2 holds JSON nested too deep to be read",)
