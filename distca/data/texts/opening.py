@@ -112,7 +112,8 @@ def _parquet_files(folder: Path) -> list[Path]:
     # The walk says what cannot be read, which glob passes over; it passes over links.
     if left := sum(file.suffix != ".parquet" for file in walk(folder, lambda name: False)):
         _say_left_out(folder, count(left, "file"))
-    return sorted(folder.glob("**/*.parquet"))
+    # Spark writes a table as a folder with the suffix, whose files are found below it.
+    return sorted(file for file in folder.glob("**/*.parquet") if not file.is_dir())
 
 
 @cache

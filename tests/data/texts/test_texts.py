@@ -110,6 +110,13 @@ def test_a_damaged_file_is_a_sentence(tmp_path, suffix, harm):
         documents(open_texts("jsonl", str(file)))
 
 
+def test_a_table_may_be_a_folder_with_the_suffix_as_spark_writes_it(tmp_path):
+    write_tables(tmp_path)
+    (tmp_path / "all" / "web.parquet").mkdir(parents=True)
+    (tmp_path / "a.parquet").rename(tmp_path / "all" / "web.parquet" / "part-0.parquet")
+    assert [file.name for file in open_texts("parquet", str(tmp_path / "all")).files] == ["part-0.parquet"]
+
+
 def test_files_beside_tables_are_counted_once(tmp_path, caplog):
     write_tables(tmp_path)
     (tmp_path / "more").mkdir()
