@@ -191,7 +191,7 @@ def costs(cost_table: str | None, heads: int | None, kv_heads: int | None, head_
     """The measured table, with the heads it was measured with, or the analytic model of the given heads.
 
     Raises:
-        OptionError: on a table together with heads.
+        OptionError: on a table together with heads, or one of layers with a window.
         PlanError: on an unusable table, or heads that do not fit together.
     """
     given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -206,4 +206,10 @@ def costs(cost_table: str | None, heads: int | None, kv_heads: int | None, head_
             f"--cost_table {cost_table} and {', '.join(named)} are both given, but a table counts for the heads that "
             "it was measured with; leave out one of them."
         )
-    return load_table(cost_table)
+    cost = load_table(cost_table)
+    if cost.window:
+        raise OptionError(
+            f"--cost_table {cost_table} was measured for layers with a window of {cost.window:,}; give the table of "
+            "layers without a window, from which windows are modelled."
+        )
+    return cost

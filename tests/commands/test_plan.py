@@ -124,6 +124,10 @@ def test_more_tokens_than_can_be_drawn_are_refused() -> None:
         ({"picture": "plan"}, r"must end in one of .*\.png"),
         ({"cost_table": "nope.json"}, r"nope\.json cannot be read"),
         ({"cost_table": __file__}, "is not JSON"),
+        (
+            {"cost_table": str(TABLE.with_name("h100-80gb-hbm3_flash4_32x8x128_w1024.json"))},
+            "measured for layers with a window of 1,024; give the table of layers without a window",
+        ),
         ({"cost_table": str(TABLE), "kv_heads": 2, "head_dim": 32}, "--kv_heads, --head_dim are both given"),
         ({"heads": 0}, "--heads is 0"),
         ({"heads": 10**20}, "--heads is 1(0*); it must be at most 1048576"),
