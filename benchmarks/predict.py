@@ -70,7 +70,7 @@ def main() -> None:
     options, asked = _options(sys.argv[1:])
     try:
         if options.beside:
-            report = joined(_read(options.predicted), _read(options.beside))
+            report = joined(*_read_both(options.predicted, options.beside))
         else:
             machine = Machine(options.ranks, options.gpu, tuple(options.links), options.table_of)
             report = predicted(asked, machine, options.of)
@@ -365,6 +365,21 @@ def _measured(figures: dict[str, Any]) -> dict[str, Any]:
         "memory_gib": memory["max"] if isinstance(memory, dict) else max(memory, default=None) if memory else None,
         "gib_per_step": None if sent is None else sent / 2**30,
     }
+
+
+def _read_both(predicted: Path, beside: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the contents of a prediction and of a run's report.
+
+    Raises:
+        ConfigError: one of them is something else.
+    """
+    before, measured = _read(predicted), _read(beside)
+    for path, content, simulated in ((predicted, before, True), (beside, measured, False)):
+        known = isinstance(content, dict) and ("cells" in content or "cases" in content)
+        if not known or content.get("simulated", False) != simulated:
+            what = "a prediction by this command" if simulated else "the benchmark.json of a run"
+            raise ConfigError(f"{path} is not {what}; give one.")
+    return before, measured
 
 
 def _read(path: Path) -> dict[str, Any]:

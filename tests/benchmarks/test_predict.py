@@ -1,13 +1,14 @@
 """A run of the throughput benchmark predicted from its command line: beside kept runs, and what is said of the rest."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.calibration_runs import RESULTS
 from benchmarks.measured_runs import run_of, workloads_of
-from benchmarks.predict import Machine, joined, predicted
+from benchmarks.predict import Machine, _read_both, joined, predicted
 from benchmarks.predicted_kept import asked_of, beside
 from benchmarks.run_costs import GPUS, costs_of
 from distca.errors import ConfigError
@@ -85,6 +86,18 @@ def test_a_run_that_was_ended_is_compared_over_its_own_batches() -> None:
     ran["cells"]["a"]["modes"]["packed"] |= {"steps_s": [1.0] * 3, "batches": 3}
     with pytest.raises(ConfigError, match="The prediction has batches 2, and the run 3; predict as many"):
         joined(report, ran)
+
+
+def test_files_in_each_others_place_are_named(tmp_path: Path) -> None:
+    before, ran = tmp_path / "predicted.json", tmp_path / "benchmark.json"
+    before.write_text('{"simulated": true, "cells": {}}')
+    ran.write_text('{"cells": {}}')
+    assert _read_both(before, ran) == ({"simulated": True, "cells": {}}, {"cells": {}})
+    with pytest.raises(ConfigError, match=r"benchmark\.json is not a prediction by this command; give one"):
+        _read_both(ran, before)
+    ran.write_text("[1]")
+    with pytest.raises(ConfigError, match=r"benchmark\.json is not the benchmark\.json of a run"):
+        _read_both(before, ran)
 
 
 def test_predictions_of_kept_runs_are_close_in_the_median() -> None:
