@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "balanced": {"router": BALANCED, "ep": 4, "backward": "resend", "recompute": "all"},
     "biased": {"router": BIASED, "ep": 2},
     "recurrent stages": {"stack": ("hybrid_stage_cases", 3), "tp": 1},
+    "recurrent pools": {"stack": ("hybrid_stage_cases", 3)},
     "recurrent experts": {"stack": ("hybrid_model_cases", 4)},
     "latent": {"latent": 1},
 }
@@ -69,6 +70,8 @@ OF_FOUR = ("kinds", "shared", "stages")
 """Cases of four homes: nodes, pools of tensor-parallel ranks, and stages with several homes."""
 OF_TWO = ("idle", "biased", *(("recurrent stages", "recurrent experts", "latent") if has_gated_delta_net() else ()))
 """Those that two homes show too; the last ones need Megatron-Core 0.19."""
+FURTHER = ("balanced", *OF_TWO, *(("recurrent pools",) if has_gated_delta_net() else ()))
+"""Those of the matrix, of four homes."""
 
 
 _POLL_S = 0.02
@@ -209,7 +212,7 @@ def _lose_server(cad: Any, is_served: Callable[[], bool]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "homes, names",
-    [(4, OF_FOUR), (2, OF_TWO), pytest.param(4, ("balanced", *OF_TWO), marks=pytest.mark.matrix)],
+    [(4, OF_FOUR), (2, OF_TWO), pytest.param(4, FURTHER, marks=pytest.mark.matrix)],
     ids=["four", "two", "four, further"],
 )
 def test_losses_gradients_loads_and_biases_are_those_of_homes_alone(
