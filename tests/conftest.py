@@ -28,7 +28,8 @@ gc.disable()  # until all tests are imported, none of which is garbage
 
 atexit.register(gc.freeze)  # what is left need not be looked at when Python ends
 
-settings.register_profile("shared machine", deadline=None)
+settings.register_profile("shared machine", deadline=None, max_examples=50)
+settings.register_profile("thorough", deadline=None, max_examples=500)  # for the matrix: --hypothesis-profile thorough
 settings.load_profile("shared machine")
 
 if not torch.cuda.is_available():

@@ -25,7 +25,7 @@ FLOAT32_TOLERANCE = 1e-5
 FLOAT64_TOLERANCE = 1e-12
 BFLOAT16_RATIO = 1.1
 FURTHER_SEEDS = (1, 2, 3)
-"""What is added to the seed of a case that is beyond the ratio."""
+"""Numbers that are added to the seed of a case beyond the ratio, for as many further runs."""
 
 EDGES: dict[str, tuple[tuple[int, ...], ...]] = {
     "odd lengths, several micro-batches": ((3, 5, 7, 11, 31), (17, 19), (23,)),
@@ -175,7 +175,7 @@ def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[E
 
 
 def _bfloat16_errors(cases: Sequence[ParityCase], device: torch.device) -> list[dict[str, tuple[Errors, Errors]]]:
-    """By case and by what we are held against, our errors and those of the other."""
+    """Returns by case, and by the name of the other block, our errors and the errors of that block."""
     cases = [_on_gpus(case) for case in cases]
     weights = [block.rounded_weights(case, torch.bfloat16) for case in cases]
     exact, others = [], []
@@ -193,7 +193,7 @@ def _bfloat16_errors(cases: Sequence[ParityCase], device: torch.device) -> list[
 
 
 def pooled(of_seeds: Sequence[dict[str, tuple[Errors, Errors]]]) -> Errors:
-    """Ratios of root mean squares over seeds; of one seed the ratios themselves."""
+    """Returns ratios of root mean squares over seeds; of one seed the ratios themselves."""
     result: Errors = {}
     for over in of_seeds[0]:
         ours, theirs = ([found[over][side] for found in of_seeds] for side in (0, 1))

@@ -42,7 +42,7 @@ def test_right_kernels_are_never_refused(kernel, dtype) -> None:
 
 
 @pytest.mark.parametrize("how", WRONG)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.matrix)], ids=str)
 def test_wrong_kernels_are_refused_with_the_figure(how, dtype) -> None:
     for seed, heads in enumerate([(2, 1, 32), (1, 1, 128)]):
         found = check(wrong_kernels(RoundedKernel())[how], AttentionSpec(*heads, dtype, CPU), seed=seed)

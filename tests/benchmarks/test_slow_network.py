@@ -19,6 +19,7 @@ RUN = ["--modes", "packed", "distca", "--mixes", "pretrain", "--contexts", "512"
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # what it runs and what it reports have tests of their own (test_throughput.py, test_predict.py)
 @pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")
 @pytest.mark.usefixtures("all_cores")
 def test_modes_train_over_a_slow_link_and_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
