@@ -81,5 +81,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first, so that no process of pytest-xdist is left alone with one at the end."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(50_000, 20, 50)  # as in ranks: little of what tests leave is garbage that has to be looked for
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

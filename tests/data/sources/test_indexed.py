@@ -9,8 +9,6 @@ import pytest
 from distca.data import open_source
 from distca.errors import DataError
 
-pytest.importorskip("megatron.core.datasets.indexed_dataset")
-
 DOCUMENTS = [[[1, 2, 3], [4, 5]], [], [[6, 7, 8, 9]]]  # sequences of each document
 
 
