@@ -7,7 +7,8 @@ A *row* is one token's q, or its k and v. The *home* of a row is the rank that c
 
 q goes from homes to servers in one exchange, and k and v in another. Between nodes, k and v may first go to one server
 of a node, the *gateway*. A third exchange then brings them to other servers of the node. o, dQ, dK and dV return by the
-same exchanges, with source and destination swapped.
+same exchanges, with source and destination swapped. A transport may do several of them at once: each is a *part* of
+what ``transport/`` calls an exchange.
 
 Array legend: R ranks, N ranges of rows; all arrays are int64.
 """

@@ -70,7 +70,8 @@ class Bytes:
 class MicroBatchPlan:
     """The plan of one micro-batch, as a step that has only this micro-batch.
 
-    Seconds and bytes are those of one layer: the mean over all layers. Array legend: D documents, R ranks.
+    Seconds and bytes are those of one layer: the mean over all layers with attention. Array legend: D documents,
+    R servers, which are the homes and then servers without a model.
     """
 
     step: StepPlan
@@ -123,8 +124,8 @@ class MicroBatchPlan:
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """Returns [R] attention seconds, forward and backward, if documents are laid out in the given order and every
-        rank computes its own rows."""
+        """Returns [R] attention seconds, forward and backward, if documents are on their homes, or one after the
+        other if they have none, and every rank computes its own rows."""
         seconds: np.ndarray = self.step.seconds_before().sum(axis=0)
         return seconds
 

@@ -33,8 +33,8 @@ from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
 """A document is long from this many times the attention seconds of an average rank. Rows of long documents travel in
-any placement, so fewer placements are compared (``none_is_long`` in ``choice.py``). Values from 1.01 to 1.2 give about
-equal plans (benchmarks/results/planner_constants.json)."""
+any placement, so fewer placements are compared if no rank waits for transfers (``none_is_long`` in ``choice.py``).
+Values from 1.01 to 1.2 give about equal plans (benchmarks/results/planner_constants.json)."""
 _LONGER = 1.02
 """If :func:`plan_step` moves documents between micro-batches, a micro-batch gets at most this factor times the tokens
 of the largest micro-batch that was given. If documents do not fit so, the limit is ``room``."""
@@ -97,7 +97,7 @@ class StepPlan:
         """Returns [P, R] attention seconds of one layer, as the mean over a stage's layers, without balancing.
 
         Without balancing, documents are on their ``homes``, or one after the other if they have none. Every rank
-        computes its own rows."""
+        computes its own rows. Documents that moved to another micro-batch are counted there."""
         return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
 
     def seconds_by_kind(self) -> np.ndarray:
@@ -229,7 +229,8 @@ def _of_one_stage(options: PlanOptions) -> PlanOptions:
 def _laid_out(
     options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Once
 ) -> tuple[Layout, ...]:
-    # With several stages, idle stages serve ping and then pong of other stages, so "lean" would give ping too little.
+    # "lean" gives ping as little work as hides pong's transfers. With several stages, idle ones compute a part of
+    # ping, so it would end too early to hide them.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:

@@ -44,7 +44,8 @@ class BreakableTransport:
         goes_on: whether exchanges deliver zeros after a rank has gone (on homes), or raise an error (on servers).
 
     Attributes:
-        broken: True until :meth:`use` is called, and again once the group has failed or was left.
+        broken: True until :meth:`use` is called, and again once the group was left: on homes as soon as it has failed,
+            on servers when :meth:`give_up` is called.
     """
 
     def __init__(self, goes_on: bool) -> None:
@@ -106,6 +107,8 @@ class BreakableTransport:
 
     def came_to_end(self, device: torch.device) -> bool:
         """Waits for the device, and returns whether all exchanges of a step have succeeded on all ranks.
+
+        If the group is broken before, it returns False at once.
 
         All ranks must call this method at the end of a step.
 

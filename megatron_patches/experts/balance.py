@@ -11,7 +11,8 @@ P_i is the sum of all rows' scores for expert i. "seq_aux_loss" is this formula 
 Here a loss is multiplied by its T, because a step ends with a division of gradients by the step's number of tokens. c_i
 has no gradient, so the gradient of a row's score for expert i is coeff x E x c_i / (topk x T). Forward counts c_i on
 each rank, one all-reduce adds up the counts of all ranks of the pipeline stage, and backward reads the sums. Where the
-script scales the model's loss (``grad_scale_func`` of Megatron's configuration), these losses are scaled likewise.
+script scales the model's loss (``grad_scale_func`` of Megatron's configuration), these losses are scaled likewise,
+or by ``moe_grad_scale_func`` where it has that.
 
 A *nano-batch* is the whole micro-batch, or one of its two parts. Shape suffixes: N rows on this rank; E experts; D
 documents of the micro-batch, but 1 without "seq_aux_loss".
@@ -278,7 +279,9 @@ class _Balanced(torch.autograd.Function):
 
 
 def with_loss(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Returns ``activation`` unchanged; backward treats the scalar ``loss`` as a part of the model's loss."""
+    """Returns ``activation`` unchanged; backward adds the gradient of the scalar ``loss``, the router's z-loss.
+
+    The caller has scaled the loss as far as it has to be."""
     attached: torch.Tensor = _WithLoss.apply(activation, loss)
     return attached
 

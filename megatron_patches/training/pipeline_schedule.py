@@ -58,12 +58,12 @@ def run_ticks(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Runs forward and backward of a global batch over all stages; every rank must call this function.
+    """Runs forward and backward of a global batch over all stages; every rank with a model must call this function.
 
     After backward, gradients are reduced over ranks and divided by the number of tokens whose loss counts.
 
     Args:
-        model: this stage's part of the model, from ``wrap_for_data_parallel``.
+        model: this stage's part of the model, from ``wrap_for_data_parallel``, or unwrapped with ``forward_only``.
         batches: this data-parallel rank's micro-batches; the same on all stages.
         forward_step: Megatron's forward_step_func(data iterator, model), which runs one micro-batch.
         plan: the plan of all ranks, with the micro-batch of each stage in each phase.

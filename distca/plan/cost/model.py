@@ -115,7 +115,9 @@ class CostModel(ABC):
         """Returns [N] seconds of the backward kernel for [N] ``q_rows`` and [N] ``kv_rows``; 0 for 0 query rows."""
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [K, N] a lower bound on the seconds of each task if it may be cut into smaller tasks."""
+        """Returns [K, N] a lower bound on the seconds of each task if it may be cut into smaller tasks.
+
+        It is the whole task's seconds, which hold if cutting saves none; other models must override it."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
