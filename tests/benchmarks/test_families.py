@@ -5,11 +5,14 @@ from dataclasses import replace
 from math import nan
 from pathlib import Path
 
+import pytest
+
 from benchmarks.families import PARTS, TOLERANCE, Errors, compare
 from benchmarks.family_models import CASES
 from megatron_patches.versions import has_gated_delta_net
 
 
+@pytest.mark.matrix  # the kept result below has them; tests/train/test_fine_tuning.py trains beside transformers too
 def test_gradients_and_two_steps_are_those_of_transformers():
     """Windows, capped scores, four norms, and experts, of which some have biases and MXFP4 and others a shared one,
     Mamba-2, and latent attention."""

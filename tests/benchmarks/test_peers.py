@@ -113,6 +113,7 @@ LATENT += ["--model.experts.score", "sigmoid", "--parallel.ep", "2"]
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 @pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19")
 def test_all_modes_train_the_same_latent_attention(tmp_path):

@@ -306,6 +306,7 @@ def test_kernels_are_no_farther_from_float64_than_torchs_operations(part):
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
+@pytest.mark.matrix
 def test_expert_gradients_are_products_of_rows_that_hopper_reads_16_bytes_at_a_time():
     """Compiles the kernel as for widths of which nothing is known but that they are multiples of 8."""
     compiler = pytest.importorskip("triton.compiler")
