@@ -40,8 +40,8 @@ def join_pool(
         KernelError: the kernel cannot run on a rank or a process of ``remote``, or gives wrong results there.
         TransportError: the transport cannot be used.
         LaunchError: a process of ``remote`` gives no answer.
-        SupportError: no kernel on this device gives right results for the recurrent layers, or bits have to be the
-            same in each run and the kernel's are not.
+        SupportError: no kernel on this device gives right results for the recurrent layers; or "deterministic" is
+            asked for, which none of them is.
     """
     spec = attention_spec(config, layer_kinds, device, given)
     if remote is not None:

@@ -124,8 +124,9 @@ class MicroBatchPlan:
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """Returns [R] attention seconds, forward and backward, if documents are on their homes, or one after the
-        other if they have none, and every rank computes its own rows."""
+        """Returns [R] attention seconds, forward and backward, without balancing.
+
+        Documents are on their homes, or one after the other if they have none. Every rank computes its own rows."""
         seconds: np.ndarray = self.step.seconds_before().sum(axis=0)
         return seconds
 
