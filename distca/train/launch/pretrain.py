@@ -26,9 +26,9 @@ _WITH_PACKAGES = ("parquet", "arrow", "blend")
 _IN_FILES = """
 import sys
 from distca.train.config.cli import value_in_files
-print(value_in_files(sys.argv[1], sys.argv[2:]) or "")
+sys.stdout.write(str(value_in_files(sys.argv[1], sys.argv[2:]) or ""))
 """
-"""Prints a setting from the files that a command line names. This launcher's own Python may have no YAML."""
+"""Writes a setting from the files that a command line names to stdout. This launcher's own Python may have no YAML."""
 
 
 def launch(arguments: list[str]) -> int:
