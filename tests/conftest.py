@@ -16,7 +16,7 @@ from hypothesis import settings
 from distca.testing.ranks import preload
 
 CORES = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
-"""Those that this process may use, as far as the system says."""
+"""Numbers of the cores that this process may use; none where the system does not say."""
 
 if CORES and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
     # Ranks of a test wait for each other most of the time. On one core, one wakes another up without a signal between
