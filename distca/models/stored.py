@@ -53,13 +53,19 @@ def plain_name(stored: str) -> str:
     return stored
 
 
+def has_single(folder: Path) -> bool:
+    """Whether all of a folder's tensors are in one file. Such a file goes before an index, as in transformers: an index
+    beside it is that of files that were there before."""
+    return (folder / SINGLE).is_file()
+
+
 def has_tensor(folder: Path, plain: str) -> bool:
     """Whether a folder's index, or its only file, has a tensor of that name; false where neither can be read."""
     try:
-        if (folder / INDEX).is_file():
-            names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        else:
+        if has_single(folder):
             names = _header(folder / SINGLE)[0]
+        else:
+            names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return plain in map(plain_name, names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return False

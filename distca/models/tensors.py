@@ -21,7 +21,7 @@ from distca.models.quantised import (
     mxfp4_values,
     part_shapes,
 )
-from distca.models.stored import INDEX, SINGLE, plain_name, same_bytes, tensor_and_piece
+from distca.models.stored import INDEX, SINGLE, has_single, plain_name, same_bytes, tensor_and_piece
 from distca.words import count
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class TensorFiles:
 
     def _find(self) -> Mapping[str, str]:
         index = self.folder / INDEX
-        if os.path.lexists(index):
+        if os.path.lexists(index) and not has_single(self.folder):
             try:
                 names: dict[str, str] = read_object(index)["weight_map"]
                 for file in set(names.values()):

@@ -200,6 +200,20 @@ def test_a_file_that_is_gone(folder: Path) -> None:
         _check(folder)
 
 
+def test_one_file_goes_before_an_index_as_in_transformers(folder: Path) -> None:
+    """transformers leaves the index of several files there, if it writes one file into their folder."""
+    from transformers import AutoModelForCausalLM
+
+    shards = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor + 1 for file in shards for name, tensor in load_file(file).items()}
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()["model.norm.weight"]
+    assert torch.equal(TensorFiles(folder).read("model.norm.weight"), theirs)
+    for file in shards:
+        file.unlink()
+    _check(folder)
+
+
 def test_a_tensor_that_is_missing_or_another(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     place = index["weight_map"].pop("model.norm.weight")
