@@ -1,9 +1,9 @@
-"""Words for messages: counts with a noun, sizes in bytes, types of settings, and names of parameters."""
+"""Words for messages: counts with a noun, sizes in bytes, values and types of settings, and names of parameters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,6 +23,26 @@ def format_bytes(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1024
     return f"{count:,.1f} TiB"
+
+
+def in_words(value: object) -> str:
+    """Returns the value of a setting as users write it: None is "null", and "" is "empty"."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "empty"
+
+
+def not_served(found: Mapping[str, tuple[object, Collection[object]]], beside: str) -> list[str]:
+    """Returns a sentence for each setting whose value is none of those that are served beside another setting.
+
+    Args:
+        found: for each setting its value, and the values that are served.
+        beside: the other setting.
+    """
+    return [
+        f"{setting} is {in_words(value)}, which is not served with {beside}; set it to "
+        f"{' or '.join(map(in_words, served))}."
+        for setting, (value, served) in found.items()
+        if value not in served
+    ]
 
 
 def takes(hint: Any) -> str:

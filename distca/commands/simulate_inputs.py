@@ -9,6 +9,7 @@ from typing import Any
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_documents
 from distca.errors import OptionError
+from distca.models.beside_latent import not_with_latent
 from distca.models.experts import Experts
 from distca.models.hybrid import EXPERTS, Hybrid
 from distca.models.latent import Latent
@@ -79,7 +80,10 @@ def read_model(name: str) -> ModelShape:
     wrong += [f"a variant that cannot be: its {each}" for each in variant.problems(sizes["layers"])]
     if wrong:
         raise OptionError(f"--model {name} has {wrong[0]}")
-    return dense(**head_dim | sizes, **more, experts=own, latent=attention, hybrid=stack, variant=variant)
+    shape = dense(**head_dim | sizes, **more, experts=own, latent=attention, hybrid=stack, variant=variant)
+    for unserved in not_with_latent(shape):
+        raise OptionError(f"--model {name} cannot be trained: {unserved}")
+    return shape
 
 
 def _not_in_stack(stack: Hybrid, own: Experts, window: int) -> list[str]:

@@ -54,6 +54,17 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
         (f"model: {{{sizes.format(2, 2)}, latent: {{rank: 3}}}}", "has latent with 'rank'; known are kv_rank"),
         (f"model: {{{sizes.format(2, 2)}, latent: {{kv_rank: 1.5}}}}", "has latent with kv_rank 1.5"),
         (f"model: {{{sizes.format(2, 2)}, latent: {{kv_rank: 8}}}}", "every head has keys; set it to 2"),
+        *(
+            (
+                f"model: {{layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 2, latent: {{kv_rank: 8}}, {more}}}",
+                f"cannot be trained: {said}, which is not served with model.latent; set it to",
+            )
+            for more, said in (
+                ("sinks: true", "model.sinks is true"),
+                ("layer_types: [full, window], window: 9", r"model.layer_types is \['full', 'window'\]"),
+                ("qk_norm: true", "model.qk_norm is true"),
+            )
+        ),
         (
             f"model: {{{sizes.format(2, 2)}, hybrid: {{pattern: GG}}}}",
             "a hybrid stack that cannot be: .* without attention",

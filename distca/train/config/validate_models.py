@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from distca.models.beside_latent import not_with_latent
 from distca.models.hybrid import DELTA_NET, EXPERTS, RECURRENT
 from distca.models.shape import ModelShape
 from distca.models.variant import Variant
 from distca.sizes.head_dims import unserved
 from distca.train.config.initial import first_scaling
 from distca.train.config.schema import ModelConfig, RunConfig
-from distca.words import count
+from distca.words import count, in_words, not_served
 
 
 def model_problems(config: RunConfig, vocabulary: int | None) -> list[str]:
@@ -75,8 +76,8 @@ def _variant(model: ModelConfig) -> list[str]:
     for name in () if model.qk_norm else ("query_key_norm", "norm_after_rotation"):
         if (value := getattr(variant, name)) != getattr(usual, name):
             problems.append(
-                f"model.variant.{name} is {_said(value)}, but model.qk_norm is false, so queries and keys have no "
-                f"norms; set model.qk_norm to true, or model.variant.{name} to {_said(getattr(usual, name))}."
+                f"model.variant.{name} is {in_words(value)}, but model.qk_norm is false, so queries and keys have no "
+                f"norms; set model.qk_norm to true, or model.variant.{name} to {in_words(getattr(usual, name))}."
             )
     turned = int(model.resolved_head_dim * variant.rotary_percent)
     if 0 < variant.rotary_percent < 1 and (turned % 2 or not turned):
@@ -154,7 +155,7 @@ def _dense_only(config: RunConfig) -> list[str]:
         ),
     }
     return [
-        f"{setting} is {_said(value)}, but {why}; set it to {_said(served)}, or model.experts.count to 0."
+        f"{setting} is {in_words(value)}, but {why}; set it to {in_words(served)}, or model.experts.count to 0."
         for setting, (value, served, why) in found.items()
         if value != served
     ]
@@ -214,7 +215,7 @@ def _not_in_hybrid_stacks(config: RunConfig) -> list[str]:
     if DELTA_NET in hybrid.pattern:
         found["model.variant.activation"] = (variant.activation, "silu")
     problems = [
-        f"{setting} is {_said(value)}, which is not served with model.hybrid.pattern; set it to {_said(served)}."
+        f"{setting} is {in_words(value)}, which is not served with model.hybrid.pattern; set it to {in_words(served)}."
         for setting, (value, served) in found.items()
         if value != served
     ]
@@ -248,31 +249,10 @@ def _latent(config: RunConfig) -> list[str]:
 
 def _not_with_latent_attention(config: RunConfig) -> list[str]:
     """Sentences on what other models can do, and those with latent attention cannot yet."""
-    model, parallel = config.model, config.parallel
+    parallel = config.parallel
     found: dict[str, tuple[object, tuple[object, ...]]] = {
-        "model.qk_norm": (model.qk_norm, (False,)),
-        "model.qkv_bias": (model.qkv_bias, (False,)),
-        "model.layer_types": (model.layer_types, (["full"],)),
-        "model.sinks": (model.sinks, (False,)),
-        "model.rope_scaling.kind": (model.rope_scaling.kind, ("none", "yarn")),
-        "model.rope_scaling.truncate": (model.rope_scaling.truncate, (True,)),
-        "model.hybrid.pattern": (model.hybrid.pattern, ("",)),
-        "model.experts.biases": (model.experts.biases, (False,)),
-        "model.experts.clamp": (model.experts.clamp, (0,)),
         "parallel.sequence_parallel": (parallel.sequence_parallel or parallel.tp == 1, (True,)),
         "train.fp8": (config.train.fp8, ("none",)),
         "train.linears": (config.train.linears, ("auto", "local")),
     }
-    problems = [
-        f"{setting} is {_said(value)}, which is not served with model.latent; set it to "
-        f"{' or '.join(map(_said, served))}."
-        for setting, (value, served) in found.items()
-        if value not in served
-    ]
-    if model.variant != Variant():
-        problems.append("model.variant is not that of a LLaMA, which is not served with model.latent; leave it out.")
-    return problems
-
-
-def _said(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "empty"
+    return not_with_latent(config.model) + not_served(found, "model.latent")
