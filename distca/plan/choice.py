@@ -32,9 +32,10 @@ gain is not worth the loss of precision: the gradient of a k,v row that both nan
 from 0 to 0.05 give about equal plans (benchmarks/results/planner_constants.json)."""
 
 _FEWER_PIECES = 0.02
-"""The placement "whole" is taken if attention and waiting for transfers take longer by at most this fraction. Recurrent
-layers then have fewer pieces of documents to compute. In steps of a shortened Qwen3.5-9B on two H200s, attention takes
-only 6 to 26 % of the time (benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
+"""The placement "whole" is taken if it takes at most this fraction longer than the placement that would be taken
+otherwise. Only attention and waiting for transfers are compared. With "whole", recurrent layers have fewer pieces of
+documents to compute. In steps of a shortened Qwen3.5-9B on two H200s, attention takes only 6 to 26 % of the time
+(benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
 
 
 class Scheduler(Protocol):
@@ -108,10 +109,10 @@ class Once:
 
 
 def is_level_at_home(layouts: Sequence[Layout], cost: CostModel) -> bool:
-    """Returns whether no row has to travel if homes compute the attention of their own rows, and ranks are level.
+    """Returns whether homes can compute the attention of their own rows: no row would travel, and ranks are level.
 
-    Without transfers no rank waits for another between nano-batches, so their seconds are added up. The slowest rank
-    may take ``_FEWER_PIECES`` longer than the mean, in forward and in backward."""
+    Ranks are level if the slowest takes at most ``_FEWER_PIECES`` longer than the mean, in forward and in backward.
+    Without transfers no rank waits for another between nano-batches, so a rank's seconds are added up over them."""
     plans = [plan_at_home(layout) for layout in layouts]
     if any(rows.q_rows or rows.kv_rows for rows in map(traffic, plans)):
         return False
@@ -146,12 +147,12 @@ def cheaper(
 def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool, sinks: bool = False) -> Price:
     """Returns the price of one layer of a micro-batch.
 
-    With ``resend`` homes send rows again for backward, because servers do not keep them. With it, or with ``sinks``,
-    learned scores in heads' softmax, each row's log-sum-exp travels too."""
+    With ``resend`` homes send rows again for backward, because servers do not keep them. The log-sum-exp of each query
+    row travels too, with ``resend`` or if heads have ``sinks``: learned scores in the softmax."""
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
     rows_of: dict[Plan, Traffic] = {}
     q, o, kv, lse = shape.q_bytes, shape.o_bytes, shape.kv_bytes, 4 * shape.heads if resend or sinks else 0
-    # The bytes that go to the server for a query row, those that return home, and the same of a key/value row. In
+    # Each tuple has a query row's bytes to the server, its bytes back home, and the same two of a key/value row. In
     # backward dO, or with "resend" q, k, v, o and dO, go to the server, and dQ, dK and dV return. Log-sum-exps return
     # in forward, and go to the server in backward.
     backward = (q + 2 * o + lse, q, kv, kv) if resend else (o + lse, q, 0, kv)
@@ -169,6 +170,7 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool, sink
                 rows_of[plan] = traffic(plan, links)
             rows, node = rows_of[plan], links.nodes(plan.layout.ranks)
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
+            # A byte between nodes takes "network_price" times as long as one inside. The first term counts it once.
             far = rows.between(node).busiest(*row_bytes)
             travel = (rows.busiest(*row_bytes) + (links.network_price - 1) * far) / links.bytes_per_s(far=False)
             exposed += max(float(travel.max()) - (sum(slowest) - own), 0.0)

@@ -170,7 +170,9 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Returns a lower bound on the slowest server's seconds, which no plan for ``layout`` can beat.
 
-    The result is the larger one of :func:`makespan_bounds`. "both" adds the bounds of forward and backward.
+    The result is the larger one of :func:`makespan_bounds`. For "both" the bounds of forward and backward are
+    added, because each direction has a slowest server of its own. One server's forward and backward together may take
+    less than this sum.
     """
     return float(np.maximum(*makespan_bounds(layout, cost, direction)).sum())
 
@@ -204,7 +206,8 @@ def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks
         shape: heads of one tensor-parallel rank.
         tokens: tokens of a micro-batch per rank.
         resend: whether backward sends q, k, v and o again, with dO.
-        sinks: whether heads have learned scores in the softmax. Without ``resend`` their log-sum-exps need memory too.
+        sinks: whether heads have learned scores in the softmax. Then log-sum-exps need memory too. With ``resend`` they
+            always travel, and 5 · ``tokens`` leave enough room for them.
     """
     rows = (5.0 if resend else 4.5) * tokens
     lse = 4 * shape.heads if sinks and not resend else 0

@@ -26,7 +26,7 @@ _WAYS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class AnalyticCost(CostModel):
-    """Seconds of a task are a · pairs + b · query rows + c · k,v rows.
+    """Seconds of a task are a · pairs + b · query rows + c · keys that any of its queries sees.
 
     Attributes:
         shape, block: heads, and query rows of one kernel tile.

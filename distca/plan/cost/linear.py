@@ -90,9 +90,10 @@ class LayerWork:
 
 
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
-    """Returns the seconds per row of the products between two core attentions, as the mean over ``layers``.
+    """Returns the seconds per row of all products between core attentions, divided by the number of ``layers``.
 
-    Norms, rotation, activations and recurrent layers do not count.
+    So each layer's plan counts an equal share of them; a single layer has none, and gets 0 seconds. Norms, rotation,
+    activations and recurrent layers do not count.
 
     Args:
         layers: a pipeline stage's layers with core attention, in order; at least one.

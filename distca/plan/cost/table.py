@@ -45,7 +45,7 @@ class LoadFactors:
         forward, backward: [L] factors above 0 on the seconds of forward and of backward.
 
     Raises:
-        PlanError: ``kv_rows`` do not increase, a factor is not above 0, or the arrays differ in length.
+        PlanError: ``kv_rows`` do not increase or are below 1, a factor is not above 0, or the arrays differ in length.
     """
 
     kv_rows: np.ndarray
@@ -98,8 +98,8 @@ class TableCost(CostModel):
         window: the number of keys that a query sees in the measured layers; 0 without a limit.
 
     Raises:
-        PlanError: ``q_rows`` or ``kv_rows`` do not increase, seconds are not above 0, shapes do not fit, or for some
-            ``kv_rows`` no point was measured.
+        PlanError: ``q_rows`` or ``kv_rows`` do not increase or are below 1; or seconds are not above 0, shapes do not
+            fit, or some ``kv_rows`` have no measured point.
 
     Attributes:
         measured: the four arrays that were given, under the names in :attr:`COLUMNS`.

@@ -126,7 +126,7 @@ def load_table(path: str | Path) -> TableCost:
     """Returns the measured costs in a file, for the number of heads with which they were measured.
 
     - The file must have heads, kv_heads, head_dim, q_rows [Q], kv_rows [V], forward_seconds and backward_seconds
-      [Q][V]. Seconds [i][j] are added to a kernel call by a task of q_rows[i] and kv_rows[j]; null if unknown.
+      [Q][V]. Entry [i][j] has the seconds a task of q_rows[i] and kv_rows[j] adds to a kernel call; null if unknown.
     - It may have block, value_dim, value_bytes and window.
     - It may have load_factors, with the lists kv_rows, forward and backward (:class:`LoadFactors`).
     - It may have linear, with hidden, ffn, forward_s_per_token, backward_s_per_token and fp8 (:class:`LinearRate`).
