@@ -69,8 +69,8 @@ class Links:
 class Reads:
     """The rows that servers read, as *pieces*. A piece is the rows of one shard that one reader reads.
 
-    A reader is a task that reads q, or a context that reads k and v (``plan.py``). N pieces; arrays are int64 unless
-    noted.
+    A reader is a task that reads q, or a *context* that reads k and v: a range of rows that tasks of one server share
+    (``plan.py``). N pieces; arrays are int64 unless noted.
 
     Attributes:
         task: [N] index of the reader among the ``tasks`` of :meth:`of`.
@@ -92,7 +92,8 @@ class Reads:
     def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
         """Returns the reads of ``tasks``. Task t reads its document's rows [begin[t], tasks.stop[t]).
 
-        A context is given as its last task."""
+        For the reads of contexts, ``tasks`` are the last tasks of the contexts, because a context ends with its last
+        task."""
         task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
         return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
 

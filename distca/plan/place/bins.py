@@ -7,10 +7,12 @@ first dealt to bins that are nodes, and then, inside each node, to bins that are
 - *Free* tokens are the tokens that a bin still has room for.
 - An *item* is a document, or the part of a document that a node got.
 - A *long* item has more work or tokens than one rank should get. It may be cut into *shares* for several bins.
-- *Filler* is the shortest documents. ``shares.py`` deals it after all items, into the free tokens.
+- *Filler* is the shortest documents. ``home_rows.py`` places it after all items, in the free tokens.
 - The *surplus* of an item is its work minus the work of as many tokens of filler. Example: filler has 0.1 work per
   1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
-- The surplus that a bin *lacks* is the work that it lacks, minus that of shorter items and filler in its free tokens.
+- Of the work that a bin lacks, shorter items and filler in its free tokens will bring a part. The rest is the surplus
+  that the bin *lacks*. Example: a bin lacks 0.5 work, and its free tokens have room for filler with 0.2 work. Then the
+  bin lacks a surplus of 0.3.
 
 Array legend: I items, B bins, N parts of items. Most constants were compared with other values:
 ``benchmarks/planner_constants.py``.
@@ -32,8 +34,8 @@ _SAME_SIZE = 1.5
 has less than this many times the tokens of the shortest."""
 OVERFULL = 0.012
 """A bin may exceed the work that it should get by this part of that work. Up to this limit it takes all that is left of
-an item, so that no further bin gets a share. An item that is not long may exceed the limit, if the bin that lacks most
-surplus has enough free tokens."""
+an item, so that no further bin gets a share. The bin that lacks most surplus takes an item that is not long even beyond
+the limit, if it has enough free tokens."""
 _OVERFULL_WITH_KEYS = 0.09
 """Replaces ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if :func:`deal_to_bins` gets
 ``few_keys``. With a smaller limit, one more rank would read all keys of the document for little work."""
@@ -120,9 +122,11 @@ def deal_to_bins(
         ranks: [B] number of ranks in each bin.
         filler: work per token of the filler, and the number of its tokens.
         most: the parts of a bin's work and of its tokens that shares should take at most. With (0.8, 0.5), a bin of 1.0
-            work and 100 tokens takes shares of 0.8 work and 50 tokens. It takes more only of items that are left over.
+            work and 100 tokens takes shares of 0.8 work and 50 tokens. It takes more only of the rest of an item for
+            which no bin has room within these limits.
         few_keys: whether each rank should read the keys of few documents. A very long document (``_FEW_SHARES``) then
-            has no small last share. Of two other long documents, the second may begin on the bin where the first ended.
+            has no small last share. If two long documents follow each other and neither is very long, the second may
+            begin in the bin where the first ended.
 
     Returns:
         The bins; and (item, fraction of the item) for everything that found no room.
@@ -185,7 +189,7 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
         # "has" is the surplus of each share. If all shares of a rank had the surplus "wanted", the rank would lack no
-        # work. If they had the surplus "most", the rank would have no free tokens.
+        # surplus. If they had the surplus "most", the rank would have no free tokens.
         has, tokens = part * surplus, part * rows
         lacks = need - rate * space
         wanted = has * (1 + (lacks / np.maximum(np.bincount(at, has, len(space)), tiny))[at])
@@ -214,7 +218,8 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Sparse items will fill the tokens that shares may not take. Their work is subtracted from the shares' limit.
+        # Sparse items will fill the tokens that shares may take and leave free. So their work is subtracted from the
+        # shares' limit. With ``most_rows`` 0.5 this is done here, and with 1 in :meth:`put_parts`.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)

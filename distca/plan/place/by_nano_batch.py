@@ -2,7 +2,7 @@
 
 A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. With the placement
 "spread_by_nano_batch", or if "spread" fails, ``lay_out.py`` calls :func:`spread` for each. With "spread", ``shares.py``
-places both together.
+and ``home_rows.py`` place both together.
 
 - *Work* is the time of attention. Its unit is the mean work of a rank before documents are cut.
 - A *long* document has more work than one rank should get. Parts with one rank's work each are cut from its end.
@@ -31,11 +31,11 @@ _SAME_SIZE = 1.5
 """Ranges are dealt in groups of similar length, so that ranks are sorted once for each group. The longest range of a
 group has less than this many times the rows of the shortest."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest ranges are filler, as long as they have at most this part of the work that parts of long documents
-leave. With 0.01 instead, the slowest server takes 0.1 % longer."""
+"""The shortest ranges are filler: as many as have at most this fraction of the work outside parts of long documents.
+With 0.01 instead, the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
-"""A document is long only if its surplus is more than 1 + this number times the surplus of a part for one rank. Cutting
-is also repeated, up to ``_PASSES`` times, until the mean work of a rank changes by less than this, in units of work."""
+"""A document is long only if its surplus exceeds the surplus of one rank's part by more than this fraction. Cutting is
+also repeated, up to ``_PASSES`` times, until the mean work of a rank changes by less than this, in units of work."""
 _LEAST_PART = 0.05
 """No document is long if a rank full of filler would lack at most this part of a rank's mean work."""
 _PASSES = 3
@@ -153,7 +153,8 @@ def _deal(
 
     Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
     # Ranges [begin, end) are one group (``_SAME_SIZE``). All shorter ranges together have "short_rate" work per token.
-    # Only the first "count" ranges are dealt, so that heap operations are at most R · ``ONE_BY_ONE``.
+    # The first "count" ranges are dealt, and the others are filler. At most R · ``ONE_BY_ONE`` are dealt, which limits
+    # planning time. A rank without room for one range of a group gets no shorter range of the group either.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))

@@ -1,4 +1,6 @@
-"""Deals documents to micro-batches, if they may change theirs, so that few must be cut over several ranks.
+"""Deals documents to micro-batches, so that few documents must be cut over several ranks.
+
+``distca/plan/step.py`` does this if documents may move to another micro-batch.
 
 A document is cut if it has clearly more attention work than a rank has on average in its micro-batch. In a micro-batch
 with documents of similar length this is rare. So documents are dealt longest first, and one micro-batch is filled after

@@ -2,7 +2,7 @@
 
 The transfers of one nano-batch run during the computation of the other, so both get about equally many tokens.
 Documents are put in an order and laid end to end. The tokens before a *cut* are ping's, and the tokens behind it are
-pong's. With the placement "spread", ``shares.py`` does this instead.
+pong's. With the placement "spread", ``home_rows.py`` chooses the tokens of ping and pong instead.
 
 Array legend: D documents, N ranges, R ranks.
 """

@@ -4,7 +4,7 @@
 - A micro-batch is computed as one *nano-batch*, or as two with about half of the tokens each: *ping*, then *pong*. A
   document's *head*, its first rows, may be in ping, and its other rows in pong.
 - A *long* document has more work or tokens than one rank should get. It is cut into *shares* for several ranks.
-- *Filler* is the shortest documents, which are dealt last, into the tokens that other documents leave free.
+- *Filler* is the shortest documents. ``home_rows.py`` places it last, in the tokens that other documents leave free.
 - The *surplus* of a document is its work minus the work of as many tokens of filler.
 
 Array legend: D documents, F documents that are filler, I items (documents that are not filler), N ranges of rows, R
@@ -259,7 +259,8 @@ def _shares_each(surplus: np.ndarray, added: np.ndarray, long: np.ndarray, most:
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
     """Returns [I] work that a cut adds for every share of a document, because each share reads keys again.
 
-    The work is that of one share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
+    It is found for a share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8. What this share
+    has beyond half of the document's work is added."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
