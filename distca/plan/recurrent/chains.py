@@ -52,9 +52,9 @@ class ChainRoute:
         sends_transition: indices of this rank's pieces whose transition is sent, in the order of the sent tensor.
         states: the transfer of own states, each as one row.
         transitions: the transfer of transitions, each as one row.
-        chains: for each document of which this rank computes a state, the document's index, and links for the pieces
-            that this takes, in order. In the nano-batch that is computed second, a chain goes on from the state behind
-            the same document's pieces in the one computed first.
+        chains: one entry for each document of which this rank computes a state. An entry is the document's index, and
+            a link for each piece of this nano-batch that is needed for it, in order. In the nano-batch that is computed
+            second (in backward, ping), a chain goes on from the state with which the first nano-batch's chain ended.
     """
 
     sends_state: np.ndarray

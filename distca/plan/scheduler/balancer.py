@@ -2,7 +2,8 @@
 
 - A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
 - A *piece* is a range of query rows of one document on one server.
-- A server's *load* is the seconds that its pieces take; if servers are not equally fast, on a server of mean speed.
+- A server's *load* is the seconds that its pieces take. If servers are not equally fast, these are seconds of a server
+  of mean speed, and so are targets, limits and room.
 - A server's *target* is the load that it should have. Its *limit* is a little more than its target.
 - A *sender* is a server above its limit that gives pieces away. *Receivers* are servers below their limits.
 - A *stuck* server is above its limit and can give nothing away. A server's *room* is its limit minus its load.
@@ -78,8 +79,8 @@ class Balancer:
         """Moves pieces; returns whether all servers are then within their limits.
 
         Balancing ends early if a server is stuck at more than ``at_most`` above its target. It also ends after many
-        failed cuts; equally fast servers must then be at most ``enough`` above their targets. ``at_most`` and
-        ``enough`` are parts of the mean load."""
+        failed cuts, if servers are not equally fast, or if all are at most ``enough`` above their targets. ``at_most``
+        and ``enough`` are parts of the mean load."""
         state = self.state
         self.stuck[:], self.failed = False, 0
         room = state.limit - state.load
@@ -177,10 +178,10 @@ class Balancer:
         free: np.ndarray,
         wanted: float,
     ) -> bool:
-        """Gives the cheapest whole pieces to one receiver, while the receiver has room and the sender has too much;
-        returns whether any piece went.
+        """Gives the cheapest whole pieces to one receiver; returns whether any piece went.
 
-        Pieces with an infinite ``price`` [P] stay. The sender should lose ``need`` [K] seconds. ``wanted`` is the
+        The sender should lose ``need`` [K] seconds. It gives pieces while the receiver has room, and while their sum is
+        at most ``need`` in at least one direction. Pieces with an infinite ``price`` [P] stay. ``wanted`` is the
         largest ``need``, in parts of the mean load. ``room`` and ``free`` are those of :meth:`_move`."""
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False

@@ -70,7 +70,9 @@ class Timer:
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """Returns of how many rows ranges are multiples (``_FINEST``). ``per_row`` [K]: seconds of a query row."""
+        """Returns a number of rows; ranges are cut to multiples of it (``_FINEST``).
+
+        ``per_row`` [K] has the seconds of a query row."""
         block = self.tile
         fine = _FINEST * min(unit / max(seconds, 1e-300) for unit, seconds in zip(self.unit, per_row, strict=True))
         while block > fine and block > max(1, self.tile // 16):
@@ -241,7 +243,8 @@ def _place(
     ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
-        # A sender that keeps rows before and behind the part reads some keys twice. The price rises with this time.
+        # A sender that keeps rows both before and behind the part reads some keys twice. The price rises by the time
+        # that this adds, as a fraction of the most time that the sender can save.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
         seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)

@@ -97,8 +97,8 @@ def schedule(
             all ranks.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
             server with less other work gets more attention. None if all servers have equally much.
-        growth: by ``direction``, the [K] factors by which cuts raised the sum of tasks' seconds in the previous plan.
-            If servers are not equally fast, ``growth`` is used and updated in place. None for the first plan.
+        growth: for each ``direction``, the [K] sum of tasks' seconds in the previous plan, over that sum without cuts.
+            It is used, and replaced in the dict, only if servers are not equally fast. None stands for no cuts.
 
     Returns:
         A plan that computes every query row once. Equal arguments give equal plans.
@@ -131,9 +131,9 @@ class _Search:
 
     Attributes:
         moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
-        lowest: :meth:`SchedulerState.figure` of ``best``: 1 plus the most that a server is above its target, as a
-            fraction of the mean load.
-        before: [K] the slowest server's seconds in ``home``.
+        lowest: :meth:`SchedulerState.figure` of ``best``: the slowest server's seconds, over the mean load before work
+            moved. So seconds that cuts add to all servers count too.
+        before: [K] :attr:`SchedulerState.slowest` of ``home``.
         grown: [K] mean load after the newest try; cuts raise it.
     """
 
@@ -163,8 +163,9 @@ class _Search:
                 continue
             # A usual try ends early if no range can leave a server that is above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
-            # A cut raises the mean load, and so the limits, but by too little for another range to move. So the later
-            # tries begin with the raised mean load.
+            # Cuts add work, so the mean load and the limits rise while work moves. Servers that were filled early then
+            # have room again, but too little for a range. So from the second try with costlier cuts on, limits are
+            # computed from the mean load after the try before.
             expected = self.grown if tried > len(usual) else None
             overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
             over = self._at_limit(aim, tolerance, at_most, overhead, expected)
@@ -212,8 +213,9 @@ class _Search:
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
     """Estimates how far the best plan's slowest server is above the mean load, as a fraction of the mean load.
 
-    For "both" a server with the mean load in one direction may have more in the other. For one direction the result is
-    0."""
+    For "both" a server with the mean load in one direction may have more in the other. So each server's load at home is
+    divided by the mean load, in both directions, and the larger quotient is taken. The estimate is the mean of these
+    over servers, minus 1. For one direction the result is 0."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0
