@@ -154,7 +154,7 @@ def _deal(
     Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
     # Ranges [begin, end) are one group (``_SAME_SIZE``). All shorter ranges together have "short_rate" work per token.
     # The first "count" ranges are dealt, and the others are filler. At most R · ``ONE_BY_ONE`` are dealt, which limits
-    # planning time. A rank without room for one range of a group gets no shorter range of the group either.
+    # planning time. If the rank that lacks most surplus has no room for a range, it gets no more ranges of this group.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
