@@ -37,6 +37,18 @@ def written_yaml(content: Any) -> str:
     return text
 
 
+def reads_as_null(text: str) -> bool:
+    """Whether jsonargparse reads a text as YAML's null, such as "null", "~", a comment or "&name"."""
+    text = text.strip()
+    # A plain text that begins so is null only as a word, which is not worth a parser's time.
+    if text[:1].isalnum() or text[:1] in "/._":
+        return text.lower() == "null"
+    try:
+        return text not in ("", "!") and yaml.safe_load(text) is None  # jsonargparse takes these two as they are
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+
+
 class _OnceLoader(yaml.SafeLoader):
     """A loader that refuses two entries of one name, of which YAML would keep the last without a word.
 

@@ -14,7 +14,8 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import jsonargparse
 
@@ -22,13 +23,15 @@ from distca.errors import ConfigError, system_words
 from distca.train.config.initial import check_same_shape, settings_of_folder
 from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.words import takes, value_refused
-from distca.yaml_file import read_yaml, written_yaml
+from distca.yaml_file import read_yaml, reads_as_null, written_yaml
 
 # (setting, value that one may well try) and what to write for it.
 _INSTEAD = {
     ("train.recompute", "true"): "write mlp, or all where memory is short",
     ("train.recompute", "false"): "write none",
 }
+_NULL = ("null", "Null", "NULL")
+"""The texts by which users mean null."""
 _NEVER_EMPTY = ("output", "checkpoint.resume", "checkpoint.init_from", "checkpoint.export", "log.wandb")
 """An empty text would pass for none here, where perhaps a variable of a user's script is not set."""
 
@@ -243,10 +246,13 @@ def _check_arguments(arguments: list[str]) -> None:
 
 def _check_not_null(setting: str, value: object) -> None:
     """Refuse a text that jsonargparse would read as null without a word: it reads texts as YAML."""
-    if isinstance(value, str) and value.lstrip().startswith("#"):
+    if not isinstance(value, str) or value in _NULL or not reads_as_null(value):
+        return
+    if NoneType in get_args(_hint(setting)):
+        first = value.strip()[0]
         raise ConfigError(
-            f"{setting} is {value!r}, which YAML reads as a comment, so as null; choose a text that does not begin "
-            "with '#'."
+            f"{setting} is {value!r}, which YAML reads as {'a comment, so as ' if first == '#' else ''}null; choose a "
+            f"text that does not begin with {first!r}, or write null."
         )
 
 

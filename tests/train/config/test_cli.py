@@ -68,6 +68,13 @@ def test_a_name_that_looks_like_a_number_is_read_back(tmp_path: Path) -> None:
     assert parse_run_config(["--config", str(tmp_path / "config.yaml")]) == config
 
 
+@pytest.mark.parametrize("text", ["*x", "!x", "!", "[x", "{a: b}", "~x", "&x y", "true", "1", "- x", " ", "'x'"])
+def test_a_text_is_read_as_it_is(text: str) -> None:
+    config = parse_run_config([f"--data.path={text}", f"--name={text}", "--data.tokenizer", "&x"])
+    assert (config.data.path, config.name, config.data.tokenizer) == (text, text, "&x")
+    assert parse_run_config(["--data.path", "NULL"]).data.path is None
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configurations_are_read(file: Path) -> None:
     config = parse_run_config(["--config", str(file)])
@@ -99,6 +106,17 @@ def test_shipped_configurations_are_read(file: Path) -> None:
         (["--model.rope_scaling", "{}"], "such as --model.rope_scaling.kind VALUE."),
         (["--data.begin_token", "#"], "data.begin_token is '#', which YAML reads as a comment, so as null; choose"),
         (["--data.path= # old"], "data.path is ' # old', which YAML reads as a comment"),
+        (
+            ["--data.path", "&x"],
+            "data.path is '&x', which YAML reads as null; choose a text that does not begin with '&',",
+        ),
+        (
+            ["--data.path= ~"],
+            "data.path is ' ~', which YAML reads as null; choose a text that does not begin with '~',",
+        ),
+        (["--data.end_token=---"], "data.end_token is '---', which YAML reads as null; choose"),
+        (["--data.end_token=!!null x"], "data.end_token is '!!null x', which YAML reads as null"),
+        (["--cad.tolerance", "&x"], "cad.tolerance is '&x', which YAML reads as null"),
         (["20"], "'20' on the command line belongs to no setting"),
         (["--config", "nowhere.yaml"], "--config names nowhere.yaml, which is not a file."),
         (["--config", "/proc/self/mem"], "/proc/self/mem cannot be read (Input/output error); name a file that can."),
@@ -122,6 +140,7 @@ def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: 
         ("model: {hiden: 3}", "There is no setting 'model.hiden'"),
         ("modell: {hidden: 3}", "There is no setting 'modell.hidden'"),
         ("data: {begin_token: '#'}", "data.begin_token is '#', which YAML reads as a comment, so as null; choose"),
+        ("data: {path: '&x'}", "data.path is '&x', which YAML reads as null; choose a text"),
         ("model: 3", "model in"),
         ("model: 3", "run.yaml has no settings below it; write some, or leave it out."),
         ("- a", "must hold settings as 'name: value' lines, not a list"),
