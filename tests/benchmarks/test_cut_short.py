@@ -14,7 +14,8 @@ from tests.testing.programs import torchrun
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-BATCHES, MEASURED = 12, 11  # of the first mode, and of the second when it is ended
+KEPT = 2  # batches after which what was measured is kept, in place of ten
+BATCHES, MEASURED = 4, 3  # of the first mode, and of the second when it is ended
 MODEL = ["--model.layers", "1", "--model.hidden", "32", "--model.ffn", "48", "--model.heads", "2"]
 MODEL += ["--model.kv_heads", "2", "--model.vocabulary", "64", "--data.tokens_per_rank", "128"]
 MODEL += ["--data.context_length", "128"]
@@ -33,7 +34,7 @@ def step_or_end(self, ahead, record):
     step(self, ahead, record)
 
 
-measure._Run._step = step_or_end
+measure._Run._step, measure._KEPT_EVERY = step_or_end, {KEPT}
 main()
 """
 
@@ -55,27 +56,27 @@ def ended(tmp_path_factory):
 def test_what_the_ended_mode_measured_is_kept(ended):
     cell = json.loads((ended / "benchmark.json").read_text())["cells"]["prolong 128"]
     packed, ours = cell["modes"]["packed"], cell["modes"]["distca"]
-    assert (packed["batches"], ours["batches"]) == (BATCHES, 10)
+    assert (packed["batches"], ours["batches"]) == (BATCHES, KEPT)
     for made in (packed, ours):
         assert len(made["steps_s"]) == len(made["losses"]) == len(made["tokens"]) == made["batches"]
         assert [len(rank) for rank in made["attention_by_rank"]["measured_s"]] == 2 * [made["batches"]]
         assert made["tokens_per_s"] == pytest.approx(sum(made["tokens"]) / sum(made["steps_s"]))
-    assert ours["tokens"] == packed["tokens"][:10]
+    assert ours["tokens"] == packed["tokens"][:KEPT]
     assert max(cell["compared"]["loss_difference"].values()) < 1e-5 and cell["compared"]["apart"] == []
 
 
 def test_an_ended_mode_is_compared_over_the_batches_it_has(ended):
     cell = json.loads((ended / "benchmark.json").read_text())["cells"]["prolong 128"]
     packed, ours = cell["modes"]["packed"], cell["modes"]["distca"]
-    ratio = sum(packed["steps_s"][:10]) / sum(ours["steps_s"])
-    assert cell["compared"]["batches"] == 10
+    ratio = sum(packed["steps_s"][:KEPT]) / sum(ours["steps_s"])
+    assert cell["compared"]["batches"] == KEPT
     assert cell["compared"]["over_packed"] == pytest.approx(ratio)
     assert cell["compared"]["over_ideal_baseline"] == pytest.approx(ratio)
     table = (ended / "table.md").read_text()
     (row,) = [line for line in table.splitlines() if line.startswith("| distca")]
-    assert row.startswith(f"| distca, 10 of {BATCHES} batches |") and f"| {ratio:.3f} |" in row
+    assert row.startswith(f"| distca, {KEPT} of {BATCHES} batches |") and f"| {ratio:.3f} |" in row
     assert "| packed |" in table
-    assert f"DistCA over the best baseline (packed) in the first 10 batches: {ratio:.3f} ×." in table
+    assert f"DistCA over the best baseline (packed) in the first {KEPT} batches: {ratio:.3f} ×." in table
 
 
 def test_a_sweep_over_an_ended_run_says_so(ended, tmp_path, monkeypatch):
@@ -83,11 +84,11 @@ def test_a_sweep_over_an_ended_run_says_so(ended, tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["sweep", str(ended), "--output", str(tmp_path)])
     sweep.main()
-    assert f"distca, 10 of {BATCHES} batches" in (tmp_path / "table.md").read_text()
+    assert f"distca, {KEPT} of {BATCHES} batches" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     cell = json.loads((ended / "benchmark.json").read_text())["cells"]["prolong 128"]
-    assert sweep._label("prolong 128", cell["modes"], BATCHES) == f"prolong 128\ndistca: 10 of {BATCHES} batches"
-    assert sweep._label("prolong 128", cell["modes"], 10) == "prolong 128"
+    assert sweep._label("prolong 128", cell["modes"], BATCHES) == f"prolong 128\ndistca: {KEPT} of {BATCHES} batches"
+    assert sweep._label("prolong 128", cell["modes"], KEPT) == "prolong 128"
 
 
 def test_what_only_a_modes_end_knows_may_be_missing(ended, tmp_path):

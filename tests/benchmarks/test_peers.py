@@ -96,8 +96,9 @@ HYBRID += ["--model.variant.zero_centered_norms", "true", "--model.variant.rotar
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 @pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
-def test_all_modes_train_the_same_recurrent_layers(tmp_path):
-    start(tmp_path, "packed distca cp2-keep ulysses2", *HYBRID)
+@pytest.mark.parametrize("further", ["", pytest.param(" cp2-keep ulysses2", marks=pytest.mark.matrix)])
+def test_all_modes_train_the_same_recurrent_layers(tmp_path, further):
+    start(tmp_path, f"packed distca{further}", *HYBRID)
     report = start(tmp_path, "megatron-te", *HYBRID)
     compared = report["cells"]["pretrain 128"]["compared"]
     assert max(compared["loss_difference"].values()) < 1e-6 and not compared["apart"]

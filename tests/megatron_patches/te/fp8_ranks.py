@@ -1,56 +1,25 @@
-"""Two ranks that train with weights held as FP8 numbers alone, and with bfloat16 ones, by the double.
-
-    python -m tests.megatron_patches.te.fp8_ranks FOLDER
-
-A process of its own, as :mod:`tests.megatron_patches.te.rank` is. Runs leave what they found in FOLDER.
-"""
+"""Two ranks that train with weights held as FP8 numbers alone, and with bfloat16 ones, by the double."""
 
 from __future__ import annotations
 
 import gc
-import importlib
 import json
-import multiprocessing
 import shutil
-import sys
-import warnings
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from tests.megatron_patches.te import double
 from tests.megatron_patches.te.fp8_tensor import Float8Quantizer
 
 STEPS, SAVED_AFTER = 4, 2
-_ONCE = ("torch._dynamo", "distca.train.run.loop", "distca.train.run.builder", "distca.train.run.main")
-_ONCE += ("megatron_patches.checkpoint.save_load", "megatron_patches.hugging_face.export", "docstring_parser")
-"""What ranks would import, each for itself; it takes longer than what they do."""
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    double.install()
-    from megatron_patches.patches.cpu import use_cpu
-
-    use_cpu()
+def leave(rank: int, folder: Path) -> None:
+    """Leaves in ``folder`` what runs found; both ranks call it."""
     _stand_in()
-    for module in _ONCE:
-        importlib.import_module(module)
-    ranks = [multiprocessing.get_context("fork").Process(target=_rank, args=(rank, folder)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(any(rank.exitcode for rank in ranks))
-
-
-def _rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     _Runs(folder).all()
     dist.destroy_process_group()
@@ -150,7 +119,3 @@ class _Runs:
         self._trainer = None
         gc.collect()
         return sum(weight() is not None for weight in weights)
-
-
-if __name__ == "__main__":
-    main()
