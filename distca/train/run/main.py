@@ -101,6 +101,11 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpo
 
     if len(corpus.train) and corpus.train.lengths.max() < 2:
         raise DataError("No document has more than one token, so there is no next token to learn; change data.path.")
+    if config.data.validation_fraction and not len(corpus.validation):
+        raise DataError(
+            "The documents for validation are longer than data.context_length, and no piece of them has a token to "
+            "learn; raise data.validation_fraction or data.context_length, or set data.validation_fraction to 0."
+        )
     if len(corpus.validation) and corpus.validation.lengths.max() < 2:
         raise DataError(
             f"No document for validation has more than one token ({count(len(corpus.validation), 'document')}); raise "

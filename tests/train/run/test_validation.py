@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from distca.errors import ConfigError
+from distca.data.corpus import Corpus
+from distca.data.sampler import shuffled
+from distca.errors import ConfigError, DataError
+from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import LogConfig
 from distca.train.run import loop
+from distca.train.run.main import _check_corpus
 
 CONFIG = SimpleNamespace(train=SimpleNamespace(validate_batches=2, evaluate=True))
 
@@ -37,6 +42,25 @@ def test_an_evaluation_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     folder: Any = None
     with pytest.raises(ConfigError, match="no token whose loss counts"):
         loop.evaluate(trainer, corpus, folder, None)
+
+
+def test_validation_conversations_with_nothing_to_learn_are_refused_before_work() -> None:
+    held_back = int(shuffled(2, 0)[0])
+
+    class Talks:
+        """The one that is held back has its answer at the start of a piece, which has nothing before it."""
+
+        vocabulary, masked = 256, True
+        lengths = np.array([12 if number == held_back else 6 for number in range(2)])
+
+        def learned(self, document: int, start: int, stop: int) -> np.ndarray:
+            return np.arange(start, stop) == (6 if document == held_back else 3)
+
+    config = parse_run_config(["--data.validation_fraction", "0.5"])
+    corpus = Corpus(cast(Any, Talks()), 6, "split", 0.5, 0)
+    assert len(corpus.train) == 1 and not len(corpus.validation)
+    with pytest.raises(DataError, match="and no piece of them has a token to learn; raise"):
+        _check_corpus(config, corpus, 1)
 
 
 def test_a_window_of_steps_that_a_run_does_not_do_is_said() -> None:
