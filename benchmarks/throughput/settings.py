@@ -17,7 +17,7 @@ from distca.errors import BaselineError, ConfigError
 from distca.plan import AttentionKind
 from distca.train.config.cli import parse_run_config
 from distca.train.config.environment import settings_among
-from distca.train.config.schema import RunConfig
+from distca.train.config.schema import MEASURE, RunConfig
 from distca.train.config.validate import validate
 
 # The same number of optimizer steps for every mode must leave the same weights up to rounding.
@@ -122,6 +122,7 @@ def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
     config = parse_run_config(rest)
     if config.model.vocabulary < 1:
         raise ConfigError("model.vocabulary is 0, but random tokens need one; set it behind --.")
+    _check_not_of_training(config)
     config = replace(config, output=str(arguments.output))
     if f"--{CONTEXT}" not in settings_among(rest):  # contexts are those of cells, which are checked below
         fits = min(config.data.context_length, max(config.data.tokens_per_rank, 2))
@@ -180,6 +181,19 @@ def _modes(
             except BaselineError as error:
                 left_out[mode.name] = str(error)
     return tuple(runnable), left_out
+
+
+def _check_not_of_training(config: RunConfig) -> None:
+    """Refuse what only pretrain_llama.sh does before and beside its ranks, also where a file names it."""
+    if config.cad.servers:
+        raise ConfigError(
+            f"cad.servers is {config.cad.servers}, but the benchmark starts no servers without a model, and its ranks "
+            "would wait for them; leave it out."
+        )
+    if config.cad.cost_table == MEASURE:
+        raise ConfigError(
+            f"cad.cost_table is {MEASURE}, but only training measures; give a file of `distca profile` or none."
+        )
 
 
 def _check_peers(modes: tuple[Mode, ...], config: RunConfig) -> None:

@@ -229,6 +229,8 @@ def test_wrong_settings_are_sentences(tmp_path):
         (["--link-channels", "0"], [], "--link-channels is 0"),
         ([], ["--model.vocabulary", "0"], "model.vocabulary is 0"),
         ([], ["--parallel.tp", "4"], "not divisible"),
+        ([], ["--cad.servers", "1"], "cad.servers is 1, but the benchmark starts no servers"),
+        ([], ["--cad.cost_table", "measure"], "cad.cost_table is measure, but only training measures"),
     ):
         command = ["--output", str(tmp_path), "--contexts", "128", *arguments, "--", *MODEL]
         command += ["--data.context_length", "128", *settings]
