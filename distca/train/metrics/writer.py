@@ -49,7 +49,7 @@ from typing import Any
 
 import yaml
 
-from distca.errors import VersionError, system_words
+from distca.errors import ConfigError, VersionError, system_words
 from distca.train.metrics.files import EventFile, PatientFile
 from distca.words import count
 
@@ -73,6 +73,7 @@ class MetricsWriter:
         wandb: project of Weights & Biases; None for none.
 
     Raises:
+        ConfigError: a full disk, or one that can only be read, keeps a file from being opened.
         FileExistsError: where ``metrics.jsonl`` exists and ``resume_step`` is None.
         VersionError: the package wandb is missing.
     """
@@ -81,11 +82,20 @@ class MetricsWriter:
         self, folder: Path | str, tensorboard: bool, resume_step: int | None = None, wandb: str | None = None
     ) -> None:
         self.path = Path(folder) / FILE_NAME
-        if resume_step is not None:
-            self._replace([line for line in _lines(self.path) if line["step"] < resume_step])
-        self._file = PatientFile(self.path, "x" if resume_step is None else "a")
+        self._board: EventFile | None = None
+        try:
+            if resume_step is not None:
+                self._replace([line for line in _lines(self.path) if line["step"] < resume_step])
+            self._file = PatientFile(self.path, "x" if resume_step is None else "a")
+            if tensorboard:
+                self._board = EventFile(Path(folder) / "tensorboard", resume_step)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"The metrics of {folder} cannot be written ({system_words(error)}); make room, or make it writable."
+            ) from None
         self._wandb = _start_wandb(wandb, Path(folder)) if wandb else None
-        self._board = EventFile(Path(folder) / "tensorboard", resume_step) if tensorboard else None
         self._failing = False
         self._flush()
 

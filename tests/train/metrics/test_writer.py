@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distca.errors import VersionError
+from distca.errors import ConfigError, VersionError
 from distca.train.metrics.writer import MetricsWriter, check_wandb, read_metrics
 
 
@@ -31,6 +31,15 @@ def test_resume_drops_the_steps_that_come_again_and_a_torn_line(tmp_path: Path) 
     with MetricsWriter(tmp_path, tensorboard=False, resume_step=4) as writer:
         writer.log(4, {"loss": 0.5})
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 0.5)]
+
+
+def test_a_disk_without_room_for_the_lines_of_a_resumed_run_is_a_sentence(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path, tensorboard=False).close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "metrics.jsonl.new").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=f"metrics of {tmp_path} cannot be written .*No space left on device"):
+        MetricsWriter(tmp_path, tensorboard=False, resume_step=2)
+    assert read_metrics(tmp_path) == [{"step": 1}]
 
 
 def test_what_a_power_failure_left_of_lines_is_left_out(tmp_path: Path) -> None:
