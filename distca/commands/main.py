@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import jsonargparse
 
 from distca.commands.parser import CommandParser, Refused, explained, with_options
-from distca.errors import DistcaError
+from distca.errors import DistcaError, OptionError
 from distca.log import console, die, setup_logging
+from distca.yaml_file import reads_as_null
 
 # Command, or group and its commands, and where their functions are.
 COMMANDS: dict[str, str | dict[str, str]] = {
@@ -53,6 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     commands: dict[str, Any] = {}
     try:
         commands = components(arguments[0] if arguments else None)
+        _check_not_null(arguments)
         jsonargparse.auto_cli(
             commands,
             args=arguments,
@@ -67,6 +70,14 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         console().print("Stopped by Ctrl-C.")
         raise SystemExit(_BY_CTRL_C) from None
+
+
+def _check_not_null(arguments: Sequence[str]) -> None:
+    """OptionError where the text of an option would be taken as if the option was not given."""
+    for before, argument in pairwise(["", *arguments]):
+        option, _, value = argument.partition("=") if argument.startswith("--") else (before, "", argument)
+        if option.startswith("--") and value not in ("null", "Null", "NULL") and reads_as_null(value):
+            raise OptionError(f"{option} is {value!r}, which YAML reads as null; choose another text, or write null.")
 
 
 def components(chosen: str | None) -> dict[str, Any]:

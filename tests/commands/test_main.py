@@ -101,6 +101,8 @@ def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
         ("data describe --source web", "--source must be one of text, jsonl, parquet, arrow, blend, indexed, stdlib"),
         ("data describe", "--source text needs --path."),
         ("data convert --output x", "The document source 'text' needs a path; set --path."),
+        ("data convert --output x --end_token '#'", "--end_token is '#', which YAML reads as null; choose"),
+        ("data convert --output x --field=---", "--field is '---', which YAML reads as null; choose"),
         ("plan pretrain --nano_batches 3", "--nano_batches is 3; it must be at most 2."),
         ("data describe --source mix", "--source mix needs --path, one of pretrain, prolong, pretrain-long, prolong-"),
         ("data", "distca data needs a command: one of convert, describe, preview."),
