@@ -77,6 +77,8 @@ def check_hybrid(
             replace(options, **{name: getattr(MEGATRONS, name) for name in _IN_HYBRID_MODELS}) != MEGATRONS
         ),
         f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
+        # Megatron's HybridModel makes angles for halves of a head in any case, and turns neighbours by them.
+        "rotary_interleaved is True: set it to False": bool(pattern) and config.rotary_interleaved,
     }
     if delta_nets:
         _check_stages(config)

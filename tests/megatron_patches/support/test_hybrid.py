@@ -24,10 +24,12 @@ NET = {
     "normalization": "RMSNorm",
     "activation_func": functional.silu,
     "num_moe_experts": None,
+    "rotary_interleaved": False,
 }
 _TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _STAGES, _EVEN = {"pipeline_model_parallel_size": 2}, {"linear_attention_freq": 2}
 GATE = {**NET, "experimental_attention_variant": None}
+TURNED = {**GATE, "rotary_interleaved": True}
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,7 @@ def _said(
     return refusal(check_hybrid, SimpleNamespace(**fields), pattern, options, disaggregate, offload)
 
 
-@pytest.mark.parametrize("fields", [NET, GATE, {**NET, **_TENSOR_PARALLEL}, {**NET, **_STAGES, **_EVEN}])
+@pytest.mark.parametrize("fields", [NET, TURNED, {**NET, **_TENSOR_PARALLEL}, {**NET, **_STAGES, **_EVEN}])
 def test_what_is_served(fields: dict[str, Any]) -> None:
     assert _said(fields) is None
 
@@ -121,6 +123,7 @@ def test_patterns_that_are_served(pattern: str) -> None:
         ("G-X-", {}, "has 'X', but symbols are * G M - E"),
         ("G-G-", {}, "has no '*'"),
         ("G-*-G-", {}, "num_layers is 4, but hybrid_layer_pattern 'G-*-G-' has 6 layers: set num_layers to 6"),
+        ("*-*-", {"rotary_interleaved": True}, "is not supported where rotary_interleaved is True: set it to False"),
         ("G-*E", {}, "num_moe_experts is None, but hybrid_layer_pattern is 'G-*E'"),
         ("G-*-", {"experimental_attention_variant": "gated_delta_net"}, "'gated_delta_net': set it to None"),
         ("M-*-", {**_TENSOR_PARALLEL, "tensor_model_parallel_size": 4}, "mamba_num_groups is 2"),
