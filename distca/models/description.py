@@ -112,9 +112,11 @@ def architecture(family: str) -> str:
     return (COMPOSITES.get(family) or FAMILIES[family]).architecture
 
 
-def family_of(qkv_bias: bool, qk_norm: bool) -> str | None:
-    """The family whose layers have these and no more; None where there is none."""
-    return {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get((qkv_bias, qk_norm))
+def family_of(model: ModelShape) -> str | None:
+    """The family whose layers have the model's biases and norms and no more; None where there is none."""
+    # LLaMA's class in transformers refuses heads that do not divide hidden; Mistral's computes the same and takes them.
+    plain = "mistral" if model.hidden % model.heads else "llama"
+    return {(False, False): plain, (True, False): "qwen2", (False, True): "qwen3"}.get((model.qkv_bias, model.qk_norm))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What config.json describes, in the versions of transformers that write it, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from distca.errors import ModelError
 from distca.models.description import describe, describe_folder, family_of
 from distca.models.exported_config import config_fields
 from distca.models.rope import RopeScaling
+from distca.models.shape import ModelShape
 
 # As the folders of Llama-3.1-8B, Mistral-7B-v0.3, Qwen2.5-7B and Qwen3-8B have them.
 LLAMA: dict[str, Any] = {
@@ -205,8 +207,9 @@ def test_what_is_written_describes_the_same(fields: dict[str, Any], first: bool)
 
 
 def test_families_by_what_their_layers_have() -> None:
-    assert [family_of(*each) for each in ((False, False), (True, False), (False, True))] == ["llama", "qwen2", "qwen3"]
-    assert family_of(True, True) is None
+    plain = ModelShape(layers=1, hidden=64, ffn=64, heads=4, kv_heads=1)
+    of = {(bias, norm): family_of(replace(plain, qkv_bias=bias, qk_norm=norm)) for bias in (0, 1) for norm in (0, 1)}
+    assert of == {(0, 0): "llama", (1, 0): "qwen2", (0, 1): "qwen3", (1, 1): None}
 
 
 def test_what_was_extended_once_can_be_extended_again() -> None:

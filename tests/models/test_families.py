@@ -19,7 +19,10 @@ from distca.models.families import COMPOSITES, FAMILIES, known_fields
 from distca.models.families.common import COMMON
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import REQUIRED, Inert, LeftOut, Only, Read
+from distca.models.layout import expected_shapes
 from distca.models.rope import RopeScaling
+from distca.train.config.cli import parse_run_config
+from distca.train.config.initial import description_of
 from tests.models.known_fields import fields_of, installed_fields
 
 
@@ -308,3 +311,16 @@ def test_an_export_says_the_rotary_positions_that_were_trained(kind: str, rope: 
     if model.rope_scaling.kind == "none":  # whose first context is all positions
         again = dataclasses.replace(again, rope_scaling=model.rope_scaling)
     assert again == dataclasses.replace(model, dtype=again.dtype)
+
+
+def test_a_model_whose_heads_do_not_divide_hidden_is_written_as_transformers_takes_it() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden": 64, "heads": 3, "kv_heads": 1, "head_dim": 16, "layers": 1, "ffn": 32}
+    config = parse_run_config([f"--model.{name}={size}" for name, size in sizes.items()])
+    described = description_of(config, 16)
+    written = config_fields(described, "float32", {})
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written))
+    found = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    assert found == expected_shapes(described) and made.config.sliding_window is None
+    assert describe(written, "config.json").windows == (0,)

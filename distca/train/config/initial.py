@@ -116,7 +116,7 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
     """
     model, scaling = config.model, config.model.rope_scaling
     first = _first(config)
-    family = first.family if first is not None else family_of(model.qkv_bias, model.qk_norm)
+    family = first.family if first is not None else family_of(model)
     if family is None:
         raise ModelError(
             "No model of transformers that is served has both model.qkv_bias and model.qk_norm, so this one cannot be "
