@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from distca.errors import ConfigError, VersionError, system_words
@@ -53,10 +54,14 @@ def check_empty(folder: Path, setting: str) -> None:
     Raises:
         ConfigError: naming ``setting``.
     """
+    # Other machines of a run may look at the same moment, so what is made for a trial has a name of its own.
+    nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
-        missing = [each for each in (folder, *folder.parents) if not each.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        full = not (folder / PARTIAL).is_dir() and any(folder.iterdir())
+        full = nearest == folder and not (folder / PARTIAL).is_dir() and any(folder.iterdir())
+        if nearest != folder:
+            with TemporaryDirectory(dir=nearest) as trial:
+                Path(trial, folder.relative_to(nearest)).mkdir(parents=True)
+            return
     except OSError as error:
         raise ConfigError(f"{setting} is {folder}, which cannot be made or read ({system_words(error)}).") from None
     if full:
@@ -69,8 +74,6 @@ def check_empty(folder: Path, setting: str) -> None:
             f"{setting} is {folder}, but nothing can be written into it ({system_words(error)}); let this user write "
             "there, or name another folder."
         ) from None
-    for each in missing:
-        each.rmdir()
 
 
 def is_written(folder: Path, after: Path) -> bool:

@@ -1,6 +1,7 @@
 """Tensors of safetensors files: only what is asked for is read, and what is missing or broken is a sentence."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,10 @@ def test_what_was_not_written_to_its_end_is_nothing(tmp_path: Path) -> None:
 def test_a_folder_to_write_is_empty(tmp_path: Path) -> None:
     check_empty(tmp_path / "new" / "folder", "--output")
     assert not any(tmp_path.iterdir()), "a look leaves nothing behind"
+    with ThreadPoolExecutor(2) as machines:  # which share the file system
+        list(machines.map(lambda _: check_empty(tmp_path / "new" / "folder", "--output"), range(100)))
+    with pytest.raises(ConfigError, match=r"cannot be made or read \(File name too long\)"):
+        check_empty(tmp_path / "new" / ("x" * 300), "--output")
     (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError, match=r"--output is .*, which is not empty"):
         check_empty(tmp_path, "--output")
