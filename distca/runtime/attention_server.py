@@ -111,7 +111,8 @@ def _serve(
     if not meeting.has("generation/0"):
         meeting.put(f"server/{me.number}", me)
     asked: KernelTerms = meeting.take("kernel", patience, "No homes have come that ask for servers without a model.")
-    # A process that has answered before calls serve() again, after homes have left it out or refused it.
+    # An answer of this process in the store is from an earlier call of serve(). Homes then left the process out or
+    # refused it.
     joins_later = me not in asked.servers or meeting.has(f"kernel/{me.process}")
     try:
         check_device(asked.spec.device.type, device.type, me.number)
@@ -130,8 +131,8 @@ def _serve(
             meeting.put(f"table/{me.process}", measure(kernel, replace(asked.spec, device=device)) if measure else None)
     first: Generation = meeting.take("generation/0", patience)
     if joins_later:
-        # The homes have begun without this process, which now asks to join the next generation. An earlier call of
-        # serve() may have ended before it took its answer.
+        # The homes have begun without this process, which now asks to join the next generation. The store may still
+        # have an answer for an earlier call of serve().
         meeting.drop(f"welcome/{me.process}")
         meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
         answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
@@ -160,7 +161,9 @@ class _Server:
         return self._me.number
 
     def _join(self, generation: Generation) -> None:
-        """Joins a generation. If a process does not connect, the call returns, and homes announce another one.
+        """Joins a generation.
+
+        If a process of a later generation does not connect, the call returns, and homes announce another generation.
 
         Raises:
             RuntimeError: a process of the first generation does not connect.

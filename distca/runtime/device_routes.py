@@ -7,8 +7,8 @@
 - k,v buffer: the k,v rows that a server has received, without repetition.
 - region: the contiguous k,v rows of one task, which the kernel reads. All regions are one tensor.
 - nano-batch: the whole micro-batch, or one of its two parts, *ping* (first) and *pong* (second).
-- kind: a set of attention layers with equal window, scale and softcap, and with or without sinks (learned scores in
-  the softmax).
+- kind: attention layers with equal window, scale and softcap. Either all of them have sinks (learned scores in the
+  softmax), or none has.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ class StepRoutes:
     """One rank's routes of a step, for the layers of its pipeline stage.
 
     In a *phase*, all stages run forward at the same time, or all run backward. Each stage has one micro-batch or none.
-    The ranks of a stage without a micro-batch still compute attention for others.
+    The ranks of a stage without a micro-batch still compute attention for others. ``layers`` are those of the option
+    ``layer_kinds``; if it is empty, all layers share one entry.
 
     Attributes:
         own: [micro-batches][layers] routes of this stage's micro-batches.
@@ -273,8 +274,9 @@ class StepRoutes:
                 for one, other, previous in zip(there, back, before, strict=False)
             )
 
-        # All stages run their layer i at the same time. These layers have one kind for each stage. Each combination of
-        # kinds has its own plans, and ``layer_combinations[i]`` is the combination's number.
+        # All stages run their layer i at the same time. The kinds of these layers, one for each stage, are a
+        # combination, such as (full, window 512). Each combination has its own plans, and ``layer_combinations[i]`` is
+        # the combination's number.
         def routes(there: Phase, back: Phase) -> tuple[LayerRoutes, ...]:
             of_combination = [of_plans(*each) for each in zip(there.by_combination, back.by_combination, strict=True)]
             return tuple(of_combination[number] for number in options.layer_combinations)

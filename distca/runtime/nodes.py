@@ -19,7 +19,7 @@ from distca.transport.interface import sent_by
 class LayerCall:
     """The core of one layer for a micro-batch or its first part (``nano`` 0), or for its second part (``nano`` 1).
 
-    At most one transfer may be under way at a time.
+    At most one transfer of a call may be under way at a time.
     """
 
     def __init__(self, pool: AttentionPool, layer: int, nano: int, transport: Transport) -> None:

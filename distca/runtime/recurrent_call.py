@@ -19,7 +19,7 @@ Pieces are computed in these nodes:
 | the only piece | forward | | backward | |
 | the first | forward | | | backward |
 | the last | | forward | backward | |
-| an inner piece | only A and B | forward | its own ``do``'s gradient of the state before it | backward |
+| an inner piece | only A and B | forward | only what its ``do`` adds to the gradient of S before it | backward |
 
 Shape suffixes: N rows of this rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V elements of a head of v.
@@ -66,16 +66,19 @@ class RecurrentCall(LayerCall):
         self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g and beta_NH of launch_halo
         self._parameters: CoreParameters | None = None
         self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch
-        # q, k, v, g and beta, with o from summarise to leave, and with do from leave's backward to summarise's.
+        # q, k, v, g and beta, and a second tensor. In forward it is o, from summarise to leave. In backward it is do,
+        # from leave to summarise.
         self._core: tuple[CoreRows, torch.Tensor] | None = None
         self._arriving: list[torch.Tensor] = []  # own states and transitions that this rank receives
-        self._own: dict[int, torch.Tensor] = {}  # by piece: own states to send; in backward, gradients of states
+        # By piece, to be sent: own states; in backward, gradients of the states before pieces.
+        self._own: dict[int, torch.Tensor] = {}
         self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; sent in forward and again in backward
         self._states: dict[int, torch.Tensor] = {}  # by inner or last piece: the state before the piece
         # In ping, by document of which this rank has rows in pong: the state behind ping's rows, and its gradient.
         self._last_states: dict[int, torch.Tensor] = {}
         self._last_state_gradients: dict[int, torch.Tensor] = {}
-        self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping: the gradient of halo rows that pong read
+        # In ping: gradients, from pong's convolution, of the halo rows that arrived in ping.
+        self._halo_gradients_of_pong: torch.Tensor | None = None
         # In backward, outputs and inputs of the convolution: q, k and v; mixed_NC, halo rows and weights.
         self._graph: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = ((), [])
         self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows

@@ -96,8 +96,9 @@ def states_before(
         passed: by document, S behind its pieces in the nano-batch that was computed before this one.
 
     Returns:
-        S before this rank's pieces, by piece, but for the first pieces of documents, before which S is 0; and S behind
-        this nano-batch, by document of which this rank has a piece in the other nano-batch.
+        Two dicts. The first has S before each of this rank's pieces, by piece. A document's first piece (in
+        ``backward``, its last) is left out, since S is 0 before it. The second has S behind this nano-batch, by
+        document, if this rank has a piece of the document in the nano-batch that is computed next.
     """
     states, transitions = arrived
     found: dict[int, torch.Tensor] = {}

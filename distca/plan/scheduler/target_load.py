@@ -12,15 +12,18 @@ Attention is counted in seconds of a server of mean speed, for which f is 1 (the
 Example: two servers of equal speed have 6 seconds of attention together, and the first has 2 seconds of other work.
 Both end at T = 4, with 2 and 4 seconds of attention.
 
+If ``slowness`` is given, T is also at least the longest other work. Each target is what the server can end by T, so
+targets may then add up to more than all attention.
+
 **Two directions.** A plan may hold for forward and for backward. Then server r computes the same fraction φ_r of the
 attention in both. With attention A_k in direction k and the end T_k of its slowest server,
 
     other_kr + f_kr · A_k · φ_r ≤ T_k      with Σ φ_r = 1.
 
 The target of server r in direction k is the most attention that the server can end by T_k. So the targets of a
-direction may add up to more than all attention. The plan should have the least T_forward + T_backward. Until T_k,
-server r can do the fraction min_k max(T_k − other_kr, 0) / (f_kr A_k). The times suffice if these fractions add up to
-at least 1. First each T_k is the time that direction k alone needs. If these times do not suffice, a golden-section
+direction may add up to more than all attention. The plan should have the least T_forward + T_backward. For given times
+T_k, φ_r can be at most min_k max(T_k − other_kr, 0) / (f_kr A_k). The times suffice if these fractions add up to at
+least 1. First each T_k is the time that direction k alone needs. If these times do not suffice, a golden-section
 search over T_forward finds the least sum. The search is right because the least T_backward is a convex function of
 T_forward.
 
@@ -131,14 +134,15 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
     shapes = {1: ((servers,), (1, servers)), 2: ((2, servers),)}[directions]
     if seconds.shape not in shapes or not np.isfinite(seconds).all() or (seconds < 0).any():
         each = "" if directions == 1 else " for each direction"
-        raise PlanError(f"other_seconds must be {servers} seconds of 0 or more{each}; got {seconds.tolist()}.")
+        raise PlanError(f"other_seconds must be {servers} numbers of 0 or more{each}; got {seconds.tolist()}.")
     return seconds.reshape(servers) if directions == 1 else seconds
 
 
 def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> np.ndarray:
     """Returns the [K] times T_k with the least sum, for ``total`` [K], the attention of all servers together."""
-    # T_k is at least the longest other work in direction k, and at least the time that direction k alone needs. The
-    # search for T_forward ends at "high", for which T_backward is the least possible.
+    # T_k is at least the longest other work in direction k, and at least the time that direction k alone needs. If
+    # these times do not suffice, T_forward is searched between "low" and "high". With T_forward = "high", T_backward
+    # is the least possible.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
     # For each direction with attention: when each server begins attention, and the fraction of all attention that the

@@ -2,7 +2,8 @@
 
 A *server* is a rank that computes attention. *Work* is time on a server of mean speed. A server's *target* is its work
 if all servers end at the same time. Its *limit* is the work that it has done a *tolerance* later. ``scheduler.py``
-calls :func:`schedule_unlike`, which moves ranges of queries from servers above their limits to other servers.
+calls :func:`schedule_unlike`, which moves ranges of queries from servers above their limits to other servers. Equally
+fast servers are scheduled here too if their costs are a ``PoolCost``, as with servers without a model.
 
 K directions (forward, backward, or both). Constants except ``_RISES`` were compared with other values:
 ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
@@ -44,12 +45,15 @@ def schedule_unlike(
 ) -> Tasks:
     """Returns the tasks of one nano-batch, a micro-batch or a part of one. A task is a range of queries on one server.
 
+    The result is the tasks of ``home`` if the slowest servers would take longer after the moves.
+
     Args:
         home: the plan in which every rank computes the attention of its own rows.
         tolerance: the seconds from a server's target to its first limit, at its own speed, as a part of the mean work.
         moved_bytes: bytes that travel for a query row, and for a key/value row.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: the growth by cuts for which limits allow; it is replaced by the new plan's growth.
+        growth: cuts raise the mean work. Limits are computed as if it grew by these factors. The new plan's factors
+            replace them.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)

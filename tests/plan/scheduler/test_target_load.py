@@ -27,5 +27,5 @@ def test_with_no_other_work_or_equal_other_work_all_get_the_mean() -> None:
 
 @pytest.mark.parametrize("other_seconds", [[1.0], [1.0, -1.0], [1.0, np.nan]])
 def test_other_numbers_are_refused(other_seconds: list[float]) -> None:
-    with pytest.raises(PlanError, match="other_seconds must be 2 seconds of 0 or more"):
+    with pytest.raises(PlanError, match="other_seconds must be 2 numbers of 0 or more"):
         TargetLoad(2, other_seconds)
