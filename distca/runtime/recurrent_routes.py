@@ -1,7 +1,7 @@
 """Copies the planned transfers of recurrent layers (linear attention, SSM) to the rank's device, as index tensors.
 
-A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
-in one nano-batch. ``recurrent_call.py`` sends two things between ranks:
+A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. A *piece* is a range of a document's
+rows on one rank in one nano-batch. ``recurrent_call.py`` sends two things between ranks:
 
 - halo rows: the few rows of a document right before a piece, which the piece's convolution reads.
 - summaries: a piece turns the recurrent state S before it into A·S + B. A is its *transition*, and B its *own state*.
@@ -33,8 +33,10 @@ class StateRoutes:
         sends_state: indices of this rank's pieces whose own state is sent, in sending order.
         sends_transition: indices of this rank's pieces whose transition is sent, in sending order.
         states, transitions: moves of own states and of transitions; each is one row.
-        chains: for each document of which this rank computes a state, the document's index, and links for the pieces
-            that this takes, in order. A link says in which received rows A and B of the piece lie.
+        chains: one entry for each document of which this rank computes a state. An entry is the document's index, and
+            a link for each piece of this nano-batch that these states need, in order. A link says in which received
+            rows A and B of the piece lie. In the nano-batch that is computed second (in backward, ping), a chain goes
+            on from the state with which the first nano-batch's chain ended.
     """
 
     sends_state: list[int]
@@ -59,11 +61,13 @@ class RecurrentRoutes:
     """One rank's pieces and transfers for one nano-batch.
 
     Attributes:
-        pieces: each piece's rows, and the indices of its halo rows among the halo rows that arrived.
+        pieces: each piece's rows, and the indices of its halo rows. In pong, the indices count the halo rows that
+            arrived in ping, and then those that arrived in pong.
         opens, closes: for each piece, whether it is the first and whether it is the last of its document.
-        given: int64 indices of this rank's rows that any piece reads as halo rows.
-        halo_to_pieces: moves of halo rows to the ranks of the pieces that read them.
-        halo_to_home: moves of the halo rows' gradients back; gradients of one row are added up.
+        given: int64 indices of this rank's rows in this nano-batch that are halo rows of a piece. The piece may be on
+            any rank, in this nano-batch or a later one.
+        halo_to_pieces: moves of the given rows to the ranks of the pieces that read them.
+        halo_to_home: moves of the given rows' gradients back; gradients of one row are added up.
         forward, backward: transfers of summaries.
     """
 

@@ -61,7 +61,8 @@ Sums = dict[int, torch.Tensor]
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
     """Returns dkv_U2GD, the gradients of the rows in the server's buffer.
 
-    Gradients of a row are added in float32 or float64, in a fixed order (``later`` last), and each sum is rounded.
+    Gradients of a row are added in float32 or float64, in a fixed order, and the sum is rounded. Then ``later`` is
+    added to the rounded sum, and the result is rounded again.
 
     Args:
         dkv_S2GD: gradients of the regions.
@@ -83,7 +84,9 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
 
 
 def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
-    """Returns the gradients that tasks of pong computed for k,v rows that arrived in ping."""
+    """Returns the gradients that tasks of pong computed for k,v rows that arrived in ping.
+
+    Every task that reads rows of such a range reads the whole range. So :func:`_sum` returns all of its rows."""
     return {each.first: _sum(dkv_S2GD, each) for each in route.before}
 
 
@@ -149,7 +152,7 @@ def compute_backward(
 
 @dataclass(frozen=True)
 class AttentionPool:
-    """The objects of a rank in a *pool*: a group of ranks that compute attention for each other.
+    """One rank's transport, kernel and timeline in a *pool*: a group of ranks that compute attention for each other.
 
     The *home* of a row is the rank that holds the row between layers.
 
@@ -158,8 +161,8 @@ class AttentionPool:
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send them again.
         offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; with None
             both stay on the device.
-        homes: transport between the ranks with a model, for recurrent layers (linear attention, SSM); None takes
-            ``transport``.
+        homes: transport between the ranks with a model, for recurrent layers (linear attention, SSM). If it is None,
+            these layers use ``transport``.
     """
 
     transport: Transport

@@ -125,9 +125,10 @@ class Timeline:
         direction: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records a transfer that was just launched: a span until the ``works`` of ``handle`` end, if it has any.
+        """Records a transfer that was just launched, as a span until all operations in ``handle.works`` have ended.
 
-        ``what`` names the moved tensors, such as "q,k,v". Perfetto shows ``args`` beside the span."""
+        Without such operations there is no span, but only an entry in ``order``. ``what`` names the moved tensors, such
+        as "q,k,v". Perfetto shows ``args`` beside the span."""
         if not self.recording:
             return
         goes_on = self._reopen

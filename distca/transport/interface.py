@@ -27,8 +27,8 @@ class Part:
             ``source`` the gradients that other ranks of this rank's node send.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
             of ``source``. Callers must not use it until the exchange has ended. If received rows are added up
-            (``moves.reduction``), ``destination`` must hold zeros. Only the first hop of gradients (:class:`Hops`)
-            adds to other values.
+            (``moves.reduction``), ``destination`` must hold zeros. The only exception is the first hop of gradients
+            (:class:`Hops`): there ``destination`` holds the gateway's own gradients, to which others are added.
         moves: which rows of ``source`` go to which rank and row, or stay on this rank.
     """
 

@@ -30,7 +30,9 @@ class Put:
     Attributes:
         source: contiguous tensor.
         ranges: [N, 3] int64 on the host: for each range of rows the first source row, the first row at the peer, and
-            the number of rows. At the peer, a range begins where the one before ends.
+            the number of rows. Rows at the peer are counted over all senders, lower ranks first. Example: if lower
+            ranks send 10 rows to the peer, the first range begins at row 10. Each other range begins where the one
+            before it ends.
         rows: int64 on the device, the source rows of all ranges in order.
         begin: the byte of the peer's receive buffer at which row 0 at the peer begins.
     """

@@ -38,8 +38,8 @@ _ALIGNMENT = 256
 """In the staging memory, the rows of each put begin at a multiple of this many bytes. The packing kernel needs a
 multiple of 16 to write 16 bytes at a time."""
 _MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
-"""The size of the staging memory is a quarter of the receive buffer, but at most and at least these bytes. Both numbers
-were chosen, not measured."""
+"""The staging memory has a quarter of the receive buffer's size, but within these limits in bytes. Both numbers were
+chosen, not measured."""
 _PACK_BLOCKS = 32
 """The most thread blocks of the packing kernel. More blocks would take multiprocessors from compute. The number was
 chosen, not measured."""
@@ -135,11 +135,11 @@ class Slice:
 
 
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
-    """Cuts each peer's ``puts`` into loads, and yields the slices of each load.
+    """Cuts the ``puts`` for all peers into loads, and yields the slices of each load.
 
-    A load has at most ``capacity`` bytes, a multiple of 256. No row may be larger. Example: a load has room for 4 rows,
-    and ``puts`` has 3 rows for rank 1 and 2 rows for rank 2. The first load has 3 rows for rank 1 and 1 row for rank 2.
-    The second load has 1 row for rank 2."""
+    ``capacity`` is the most bytes that a load may have. It is a multiple of 256, and no row may be longer. Example: a
+    load has room for 4 rows, and ``puts`` has 3 rows for rank 1 and 2 rows for rank 2. The first load has 3 rows for
+    rank 1 and 1 row for rank 2. The second load has 1 row for rank 2."""
     load: list[Slice] = []
     used = 0
     for peer, pieces in puts.items():

@@ -42,7 +42,7 @@ class CopyPolicy:
         push_blocks: the largest number of the kernel's thread blocks. 32, 64 and 96 were measured.
         signal_after_bytes: the stream of copy engines signals "arrived" after at least this many bytes, and at the end.
             Copy engines are idle for a while when their stream signals.
-        keep_from_bytes: a kernel copies rows that stay on the rank if they have fewer bytes than this in all.
+        keep_from_bytes: a kernel copies those rows of a part that stay on the rank, if they have fewer bytes than this.
         keep_from_bytes_per_range: a kernel also copies them if their ranges have fewer bytes than this on average.
     """
 
@@ -143,8 +143,8 @@ class IntranodePeers:
         """Copies the rows of ``parts`` that stay on this rank.
 
         If the rows of a part are in few, long ranges, copy engines (kernels before CUDA 13) copy them after the writes
-        ``behind``. A kernel on the current stream copies other parts. Returns the copy engines' copies; None if there
-        are none."""
+        ``behind``. A kernel on the current stream copies other parts. Returns a token for the copy engines' copies;
+        None if there are none."""
         by_engine = []
         for part in parts:
             if self._is_long(part):

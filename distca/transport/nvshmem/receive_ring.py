@@ -54,7 +54,7 @@ class ReceiveRing:
         self._next = 0  # first byte behind the newest exchange's place
         self._number = 0  # number of the newest exchange
         self._reused = 0  # the largest ``reuses`` so far
-        # Places that receivers may not have consumed yet: (number, begin, end), oldest first.
+        # Places of the exchanges after number ``_reused``: (number, begin, end), oldest first.
         self._in_use: deque[tuple[int, int, int]] = deque()
         self._not_consumed: set[int] = set()  # exchanges that this rank has launched and not consumed
 
@@ -103,8 +103,8 @@ class ReceiveRing:
         """Returns ``begin`` and ``reuses`` (:class:`RingPlace`) of the next place, of ``size`` bytes."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._in_use if a < begin + size and begin < b)
-        # A sender waits for the receivers of its own rows only. The next exchange may have other receivers, which may
-        # not have consumed the exchanges up to self._reused. So ``reuses`` is at least self._reused.
+        # Exchanges up to self._reused are no longer in self._in_use. But senders have waited only for the receivers of
+        # their own rows, and the next exchange may have other receivers. So ``reuses`` is at least self._reused.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
