@@ -89,7 +89,7 @@ class CadArguments(CadOptions):
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
-        """Raises SupportError for the first argument of another type, with an unknown word or a number out of range."""
+        """Raises SupportError for the first argument of a wrong type, with an unknown word or a number out of range."""
         for name, hint in get_type_hints(CadArguments).items():
             value, words = getattr(self, name), get_args(hint)
             if hint is bool and not isinstance(value, bool | np.bool_):
@@ -161,12 +161,13 @@ class CadArguments(CadOptions):
             tp: the number of tensor-parallel ranks.
         """
         # ``speeds`` begins with ``homes`` numbers for the ranks with the model. Then it has one number for each ``tp``
-        # servers in a row. Servers that joined during the run have the speed that their number began with, else 1.
+        # servers in a row. Servers whose number was not there at first have speed 1. Example with ``tp`` 1:
+        # servers 0 and 1 began with speeds 0.5 and 2. If servers 1 and 2 are present now, their speeds are 2 and 1.
         speeds = tuple(self.speeds)
         if speeds:
             speed_of = dict(zip(at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(speed_of.get(each, 1.0) for each in numbers[::tp])
-        # `ranks_per_node` must divide the pool's ranks. With `ranks_per_node` 0 a node is a machine.
+        # `ranks_per_node` must divide the pool's number of ranks and servers. Else it becomes 0: a node is a machine.
         nodes = self.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0
@@ -220,7 +221,10 @@ def with_keywords_of(
 
 
 def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
-    """Raises SupportError if an argument has another value than ``offload`` needs; ``backward`` must not be "auto"."""
+    """Raises SupportError if an argument has another value than ``offload`` needs.
+
+    ``backward`` is "keep" or "resend": callers have replaced "auto".
+    """
     found = {"disaggregate": disaggregate, "recompute": recompute, "backward": backward}
     needed = {"disaggregate": True, "recompute": "all", "backward": "resend"}
     for name, value in needed.items():

@@ -33,7 +33,9 @@ from megatron_patches.support.model_options import check_own_rotary
 
 
 def check_attachable(model: LanguageModule, config: TransformerConfig, given: CadArguments, kinds: LayerKinds) -> None:
-    """Checks a model that was built for a CAD with this configuration and these arguments, which plans for ``kinds``.
+    """Checks a model that was built for a CAD with this configuration and these arguments.
+
+    The CAD plans for attention layers of these ``kinds``.
 
     Raises:
         SupportError: the model's class or a part of the model is not supported; or the model has another configuration

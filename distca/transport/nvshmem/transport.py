@@ -124,7 +124,7 @@ class OneSidedTransport:
         if not self.fallback_exchanges:
             assert self._fallback is not None
             logger.warning(
-                "Exchanges that do not fit into the buffer go by %s, which is slower: %s", self._fallback.name, reason
+                "Exchanges that do not fit NVSHMEM's memory go by %s, which is slower: %s", self._fallback.name, reason
             )
         self.fallback_exchanges += 1
 
@@ -174,7 +174,7 @@ class OneSidedTransport:
         """Makes the current stream wait for an exchange, and copy its rows to their destinations.
 
         Args:
-            landings: the hops whose rows are copied here.
+            landings: each hop, with the parts to copy here. The side stream copies the parts that are handed on.
             tokens: for each hop, what :meth:`Fabric.join` needs to wait for this rank's writes.
             beside: the same for the side stream of a second hop; None without one.
             kept: the same for the copies of rows that stay on this rank; None for no wait.
@@ -205,7 +205,7 @@ class OneSidedHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The tokens of this rank's writes that have an end to wait for; the timeline records the ends."""
+        """The tokens of this rank's writes, for the timeline, which records when they end; empty in tests on CPUs."""
         return [token for token in self._tokens if hasattr(token, "wait")]
 
     def wait(self) -> None:
@@ -218,7 +218,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange by the fallback transport. It counts as a hop, since ranks signal up to which hop they consumed."""
+    """An exchange by the fallback transport. It has a hop's number, which :meth:`wait` signals as consumed."""
 
     _transport: OneSidedTransport
     _number: int
