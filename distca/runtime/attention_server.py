@@ -281,6 +281,7 @@ class _Server:
             peak = psutil.Process().memory_info().rss
         self._store.put(f"served/{step}/{self._number}", Served(seconds, peak))
         self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
+        self._store.drop(f"planned/{step}/{self._number}")  # homes compared plans before the step
 
     def _tell_recorded(self, question: int) -> None:
         self._store.put(f"timeline/{question}/{self._number}", self._timeline.take(self._number))

@@ -27,6 +27,7 @@ from distca.cluster import members, pool_store, pool_watch
 from distca.cluster.pool_store import PoolStore
 from distca.cluster.process import Process, machine_name
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
+from distca.plan import PlanOptions, area_cost
 from distca.plan.cost.table_file import TABLES, find_table
 from distca.runtime import attention_server
 from distca.runtime.pool_messages import Comer, KernelAnswer, KernelTerms, check_device
@@ -557,3 +558,14 @@ def test_messages_are_heard_in_order() -> None:
     for number in range(300):
         homes.tell("plan", number)
         assert server.hear(timedelta(seconds=40)) == ("plan", number)
+
+
+def test_a_long_run_leaves_few_of_a_servers_answers_in_the_store() -> None:
+    store, me = dist.HashStore(), Comer(0, "here", "cpu", "cpu", Process.here())
+    server: Any = attention_server._Server(PoolStore(store), me, ReferenceKernel(), CPU, None)  # type: ignore[arg-type]
+    server._place, server._terms = 1, SimpleNamespace(options=PlanOptions(1, area_cost(), servers=1))
+    for step in range(1, 21):
+        server._plan(step, ([[4]], None, None))
+        assert PoolStore(store).has(f"planned/{step}/0")
+        server._tell_served(step)
+    assert store.num_keys() < 20
