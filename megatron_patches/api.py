@@ -46,6 +46,7 @@ from megatron_patches.arguments import CadArguments, check_keep_outputs, with_ke
 from megatron_patches.attach import change_model, check_attachable
 from megatron_patches.experts.balance import LayerLoad
 from megatron_patches.experts.lost_step import remember
+from megatron_patches.experts.spec import has_experts
 from megatron_patches.layers.block import block_spec, refuse_other_schedule
 from megatron_patches.layers.self_check import check_layers
 from megatron_patches.model.layer_kinds import LayerKinds
@@ -501,6 +502,8 @@ def _check(config: TransformerConfig, given: CadArguments) -> None:
     check_groups(config)
     check_config(config)
     check_types(config)
+    if not given.hybrid_layer_pattern:
+        has_experts(config)
     if given.keep_outputs:
         check_keep_outputs(given.recompute, config)
     check_hybrid(config, given.hybrid_layer_pattern, given.model_options, given.disaggregate, given.offload)

@@ -14,6 +14,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from distca.errors import SupportError
+
 
 class DrawnExperts(SequentialMLP):
     """Megatron's SequentialMLP (one MLP for each expert) with other initial weights on the CPU.
@@ -35,13 +37,23 @@ def has_experts(config: TransformerConfig) -> list[bool]:
     """Returns for each layer of the whole model whether it has experts.
 
     ``moe_layer_freq`` is N if layers 0, N, 2N and so on have experts; or a list with 1 for such layers, else 0.
+
+    Raises:
+        SupportError: ``moe_layer_freq`` has a wrong form.
     """
     if not config.num_moe_experts:
         return [False] * config.num_layers
-    pattern = config.moe_layer_freq
-    if isinstance(pattern, int):
+    pattern: Any = config.moe_layer_freq
+    if isinstance(pattern, int) and pattern > 0:
         return [number % pattern == 0 for number in range(config.num_layers)]
-    return [bool(each) for each in pattern]
+    listed = isinstance(pattern, list | tuple) and len(pattern) == config.num_layers
+    if listed and all(each in (0, 1) for each in pattern):
+        return [bool(each) for each in pattern]
+    raise SupportError(
+        f"moe_layer_freq is {pattern!r}, but the model has {config.num_layers} layers: set moe_layer_freq to a number "
+        "N above 0, so that layers 0, N, 2N and so on have experts, or to a list with a 1 for each layer with "
+        "experts, and a 0 for each other layer."
+    )
 
 
 def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:

@@ -6,6 +6,8 @@ micro-batch may run as two parts, called nano-batches, each with its own exchang
 
 from __future__ import annotations
 
+from numbers import Real
+
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
@@ -102,12 +104,22 @@ def check_experts(config: TransformerConfig) -> None:
             f"num_moe_experts is {experts}, which expert_model_parallel_size {config.expert_model_parallel_size} does "
             "not divide, but all ranks must have equally many experts: set expert_model_parallel_size to a divisor."
         )
-    kinds = config.moe_router_load_balancing_type
+    if not 1 <= config.moe_router_topk <= experts:
+        raise SupportError(
+            f"moe_router_topk is {config.moe_router_topk}, but num_moe_experts is {experts}: set moe_router_topk to 1 "
+            f"up to {experts}."
+        )
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         check_limit(
             "moe_router_load_balancing_type",
             kind,
             Limit("a balance loss is for each micro-batch (aux_loss) or each document (seq_aux_loss)", _LOSSES),
+        )
+    if isinstance(kinds, str) != isinstance(coefficients, Real) or not isinstance(kinds, str | list):
+        raise SupportError(
+            f"moe_router_load_balancing_type is {kinds!r}, but moe_aux_loss_coeff is {coefficients!r}: set them to a "
+            "word and a number, or to two lists."
         )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise SupportError(

@@ -66,6 +66,13 @@ def test_a_model_with_experts_is_served():
         ),
         ({"expert_model_parallel_size": 3}, "num_moe_experts is 8, which expert_model_parallel_size 3 does not divide"),
         ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "expert_model_parallel_size is 2, but the model"),
+        ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
+        ({"moe_router_topk": 0}, "moe_router_topk is 0, but num_moe_experts is 8"),
+        ({"moe_aux_loss_coeff": [0.1]}, "moe_router_load_balancing_type is 'aux_loss', but moe_aux_loss_coeff is [0."),
+        (
+            {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.1,)},
+            "moe_router_load_balancing_type is ('aux_loss',), but moe_aux_loss_coeff is (0.1,)",
+        ),
         ({**STAGE, "sequence_parallel": False}, "sequence_parallel is False with tensor_model_parallel_size 2, but"),
     ],
 )
@@ -94,3 +101,9 @@ def test_dense_layers_among_those_with_experts_are_known():
     assert has_experts(_config(num_layers=4, moe_layer_freq=2)) == [True, False, True, False]
     assert has_experts(_config(num_layers=3, moe_layer_freq=[0, 1, 1])) == [False, True, True]
     assert has_experts(_config(num_moe_experts=None)) == [False, False]
+
+
+@pytest.mark.parametrize("pattern", [[0, 1, 1], [1], [0, 2], 0, -1, "2", 2.0])
+def test_patterns_of_layers_that_do_not_fit_the_model_are_refused(pattern):
+    said = refusal(has_experts, _config(moe_layer_freq=pattern))
+    assert said.startswith(f"moe_layer_freq is {pattern!r}, but the model has 2 layers: set moe_layer_freq to a number")
