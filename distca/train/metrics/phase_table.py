@@ -39,19 +39,26 @@ def measured_phases(
     """
     phases = micro_batches + options.stages - 1
     busy = phases if options.disaggregate else micro_batches
-    first = {
-        "forward": 0 if options.disaggregate else stage,
-        "backward": 0 if options.disaggregate else options.stages - 1 - stage,
-    }
-    columns = []
-    for direction in ("forward", "backward"):
-        seconds = np.asarray(serves[direction], np.float64)
-        if not len(seconds) or len(seconds) % busy:
-            return None
-        column = np.zeros(phases)
-        column[first[direction] : first[direction] + busy] = seconds.reshape(busy, -1).sum(axis=1)
-        columns.append(column)
-    return np.concatenate(columns)
+    forward, backward = (np.asarray(serves[direction], np.float64) for direction in ("forward", "backward"))
+    again = not options.disaggregate and len(forward) == 2 * len(backward)  # whole layers are computed again
+    if not len(backward) or len(backward) % busy or not len(forward) or len(forward) % (busy * (1 + again)):
+        return None
+    by_forward = forward.reshape(busy * (1 + again), -1).sum(axis=1)
+    by_backward = backward.reshape(busy, -1).sum(axis=1)
+    if again:
+        is_again = _computed_again(stage, options.stages, micro_batches)
+        by_forward, by_backward = by_forward[~is_again], by_backward + by_forward[is_again]
+    columns = np.zeros((2, phases))
+    first = (0, 0) if options.disaggregate else (stage, options.stages - 1 - stage)
+    for column, at, seconds in zip(columns, first, (by_forward, by_backward), strict=True):
+        column[at : at + busy] = seconds
+    return columns.reshape(-1)
+
+
+def _computed_again(stage: int, stages: int, micro_batches: int) -> np.ndarray:
+    """Returns a bool for each forward pass of a stage, in the order of 1F1B: whether backward computes it again."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    return np.array([False] * ahead + [False, True] * (micro_batches - ahead) + [True] * ahead)
 
 
 class PhaseTable:

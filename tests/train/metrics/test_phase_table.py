@@ -29,6 +29,17 @@ def test_calls_at_home_lie_in_the_phases_of_their_micro_batches() -> None:
     assert last is not None and last.tolist() == [0, 0, 2, 4, 6, 8, 0, 0]
 
 
+def test_attention_that_backward_computes_again_is_of_the_backward_phase() -> None:
+    """1F1B on stage 0 of 2: forward 0 and 1, backward 0, forward 2, backward 1, backward 2."""
+    again = PlanOptions(1, area_cost(), stages=2, disaggregate=False)
+    first, second, third = [1, 1], [2, 2], [3, 3]
+    serves = {"forward": first + second + first + third + second + third, "backward": [5] * 6}
+    column = measured_phases(serves, 0, again, 3)
+    assert column is not None and column.tolist() == [2, 4, 6, 0, 0, 12, 14, 16]
+    column = measured_phases(serves | {"forward": 2 * first + 2 * second + 2 * third}, 1, again, 3)
+    assert column is not None and column.tolist() == [0, 2, 4, 6, 12, 14, 16, 0]
+
+
 def test_a_disaggregated_rank_serves_in_every_phase() -> None:
     serves = {"forward": [1] * 8, "backward": [2] * 8}
     column = measured_phases(serves, 1, DISAGGREGATED, 2)
