@@ -131,12 +131,12 @@ def _serve(
             meeting.put(f"table/{me.process}", measure(kernel, replace(asked.spec, device=device)) if measure else None)
     first: Generation = meeting.take("generation/0", patience)
     if joins_later:
-        # The homes have begun without this process, which now asks to join the next generation. The store may still
-        # have an answer for an earlier call of serve().
-        meeting.drop(f"welcome/{me.process}")
-        meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
-        answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
-        meeting.drop(f"welcome/{me.process}")  # the next call of serve() waits for an answer of its own
+        # The homes have begun without this process, which now asks to join the next generation. The answer to an
+        # earlier call of serve() may still come, and has another name.
+        me = replace(me, arrival=meeting.count("comers", 1) - 1)
+        meeting.put(f"comer/{me.arrival}", me)
+        answer = meeting.take(f"welcome/{me.arrival}", HOMES_QUIET)
+        meeting.drop(f"welcome/{me.arrival}")
         if isinstance(answer, str):
             raise RefusedServerError(answer)
         first = answer

@@ -113,7 +113,7 @@ class LateServers:
     def _refuse(self, servers: Sequence[Comer], why: str) -> None:
         for each in servers:
             self.waiting.remove(each)
-            self._store.put(f"welcome/{each.process}", why)
+            self._store.put(f"welcome/{each.arrival}", why)
 
 
 def whole_places(servers: Sequence[Comer], tp: int, can_stay: Callable[[Comer], bool]) -> list[Comer]:

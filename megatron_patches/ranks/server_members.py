@@ -351,7 +351,7 @@ class ServerMembers:
             made = Generation(self.generation, tuple(self._servers), terms, self._store.told)
             self._store.put(f"generation/{self.generation}", made)
             for each in new:
-                self._store.put(f"welcome/{each.process}", made)
+                self._store.put(f"welcome/{each.arrival}", made)
 
     def _group(self, patience: timedelta) -> dist.ProcessGroup:
         """Returns the process group of this rank's pool.

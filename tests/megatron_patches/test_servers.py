@@ -6,7 +6,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -303,24 +303,34 @@ def test_a_late_server_is_refused_alone_and_a_first_one_everywhere() -> None:
 
 
 def _called_again() -> list[str]:
-    """What a server raises in three calls of one process: it waits in vain for a generation, and is refused twice."""
+    """What a server raises in three calls of one process: it waits in vain for a generation, and is refused twice. The
+    last call begins before the first ones have all their answers."""
     from distca import serve
 
     store, me = dist.HashStore(), Comer(3, machine_name(), "cpu", "cpu", Process.here())
     homes, said = PoolStore(store), []
     homes.put("kernel", KernelTerms((me,), AttentionSpec(2, 1, 8, torch.float32, CPU), "auto"))
-    homes.put(f"welcome/{me.process}", "an answer to an earlier call, which was interrupted")
+    remote: Any = object.__new__(RemoteServers)
+    remote._leads, remote._store, remote.generation = True, homes, 1
+    late, earlier = LateServers(homes, 1, "cpu", [], remote), me
+    terms: Any = SimpleNamespace(spec=None, options=None, layers=())
     for call in range(3):
         with (
             patch.object(attention_server, "choose_kernel", lambda *_: RoundedKernel()),
             ThreadPoolExecutor(1) as thread,
         ):
-            server = thread.submit(partial(serve, store, 3, patience=timedelta(seconds=1)))
+            server = thread.submit(partial(serve, store, 3 + (call > 1), patience=timedelta(seconds=1)))
             if call:
                 homes.put("generation/0", None)
                 while not server.done() and not homes.has(f"comer/{call - 1}"):
                     time.sleep(0.01)
-                homes.put(f"welcome/{me.process}", f"refusal {call}")
+                if call == 2:
+                    remote._servers = [earlier]
+                    remote._put_generation(terms, [earlier])
+                    wait([server], timeout=0.05)
+                earlier = homes.take(f"comer/{call - 1}")
+                late.waiting = [earlier]
+                late._refuse([earlier], f"refusal {call}")
             said.append(repr(server.exception()))
     return said
 
@@ -363,15 +373,19 @@ def _joining(tp: int, servers: str, comers: str) -> tuple[list[int], dict[int, s
     """The numbers of late servers that may join, and why others may not; a letter is the GPU of a server. Server 0 has
     gone, and a home has GPU h."""
     process: Any = str
-    some = [Comer(at, "", "cpu", "", process(at), gpu_id=gpu) for at, gpu in enumerate(servers + comers)]
+    some = [
+        Comer(at, "", "cpu", "", process(at), gpu_id=gpu, arrival=at - len(servers))
+        for at, gpu in enumerate(servers + comers)
+    ]
     store, watch = PoolStore(dist.HashStore()), SimpleNamespace(is_gone=lambda process: process == "0")
     late = LateServers(store, tp, "cpu", ["h"], watch)  # type: ignore[arg-type]
     for each in some[len(servers) :]:
-        store.put(f"comer/{store.count('comers', 1) - 1}", each)
+        store.put(f"comer/{each.arrival}", each)
+    store.count("comers", len(comers))
     late.hear(some[: len(servers)])
     refused = [each for each in some[len(servers) :] if each not in late.waiting]
     return [each.number for each in late.waiting], {
-        each.number: store.take(f"welcome/{each.process}") for each in refused
+        each.number: store.take(f"welcome/{each.arrival}") for each in refused
     }
 
 
@@ -394,7 +408,8 @@ def test_the_number_of_a_late_server_that_ended_or_was_refused_is_free() -> None
 
     def hear(*comers: Comer) -> list[Any]:
         for each in comers:
-            store.put(f"comer/{store.count('comers', 1) - 1}", each)
+            arrival = store.count("comers", 1) - 1
+            store.put(f"comer/{arrival}", replace(each, arrival=arrival))
         late.hear([])
         return [each.process for each in late.waiting]
 
@@ -403,8 +418,8 @@ def test_the_number_of_a_late_server_that_ended_or_was_refused_is_free() -> None
     assert hear(replace(usual, process=process("again"))) == ["again"]
     fifth = replace(usual, number=5, process=process("fifth"))
     assert hear(replace(fifth, device="cuda", process=process("gpu")), fifth) == ["again", "fifth"]
-    assert store.take("welcome/gpu").startswith("Server 5 has device cuda, and the homes")
-    assert store.take("welcome/same number").startswith("The homes have a server 3 already")
+    assert store.take("welcome/3").startswith("Server 5 has device cuda, and the homes")
+    assert store.take("welcome/1").startswith("The homes have a server 3 already")
 
 
 def test_a_process_that_comes_again_counts_once() -> None:
@@ -416,7 +431,7 @@ def test_a_process_that_comes_again_counts_once() -> None:
         for each in comers:
             store.put(f"comer/{store.count('comers', 1) - 1}", each)
         late.hear([first])  # it was in the pool already
-        assert late.joining() == comers[-1:] and not store.has("welcome/first")
+        assert late.joining() == comers[-1:] and not store.has("welcome/-1")
     assert not late.stays(first) and late.take() == [first] and late.stays(first)
 
 
