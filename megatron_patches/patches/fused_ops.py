@@ -145,6 +145,8 @@ def gate_of(config: TransformerConfig) -> Gate | None:
     The activation is gate · sigmoid(slope · gate) · (up + offset), with gate and up clamped if there is a limit.
     """
     slope, limit = _SLOPES.get(config.activation_func), config.activation_func_clamp_value
+    if config.bias_activation_fusion and config.activation_func is torch.nn.functional.silu:
+        limit = None  # Megatron's fused SwiGLU ignores the limit, in dense layers and in experts
     plain = config.gated_linear_unit and not config.activation_func_fp8_input_store
     if slope is None or not plain or (limit is not None and limit <= 0):
         return None
