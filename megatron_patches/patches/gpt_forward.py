@@ -79,7 +79,8 @@ class PatchedForward(LanguageModule):
                 f"The model was called with a {type(attention_mask).__name__} as attention_mask; pass the `attention` "
                 "of a batch that the model's own CAD planned."
             )
-        _check_rows(attention_mask, input_ids, position_ids, self._checked(args, kwargs))
+        given = self._checked(args, kwargs)
+        _check_rows(attention_mask, input_ids, position_ids, given)
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both by name, or leave summed_loss out.")
         if log_probabilities and (summed_loss or kwargs.get("labels") is None):
@@ -88,6 +89,11 @@ class PatchedForward(LanguageModule):
             raise SupportError(
                 f"The model has {own}, which summed_loss and log_probabilities would ignore: leave both arguments out; "
                 "with labels, the model then returns each token's loss."
+            )
+        if (summed_loss or log_probabilities) and given.get("output_processor") is not None:
+            raise SupportError(
+                "The model was called with output_processor, which summed_loss and log_probabilities would ignore: "
+                "leave it out, or both of them."
             )
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)

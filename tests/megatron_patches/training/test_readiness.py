@@ -181,6 +181,7 @@ def _called() -> dict[str, str]:
         "labels": {"labels": other.labels},
         "ids": {"input_ids": one.tokens[0]},
         "inference": {"inference_context": object()},
+        "processor": {"labels": one.labels, "log_probabilities": True, "output_processor": print},
     }
     usual = {"input_ids": one.tokens, "position_ids": one.positions, "attention_mask": one.attention}
     said = {name: _said(ddp, **usual | call) for name, call in calls.items()}
@@ -451,6 +452,7 @@ def test_arguments_of_another_batch_or_without_effect_are_refused(found: list[di
         assert "pass the tensors of one batch as they are" in said["ids"]
         for name in ("inference", "by place"):
             assert said[name].startswith("The model was called with inference_context, which would be ignored")
+        assert said["processor"].startswith("The model was called with output_processor, which summed_loss and log_pro")
 
 
 def test_experts_train_after_a_first_evaluation_in_inference_mode(found: list[dict[str, Any]]) -> None:
