@@ -206,6 +206,13 @@ class ModelShape:
         return self.matmul_weights // self.units
 
     @property
+    def replicated_weights(self) -> int:
+        """Weights of a unit that every tensor-parallel rank has all of, in the mean over units: of routers, and of
+        projections to latent rows."""
+        routers = sum(kind.mlp.router(self.hidden) for kind in self.layer_kinds) // self.units
+        return routers + self.latent.replicated_weights(self.hidden)
+
+    @property
     def routed_weights(self) -> int:
         """Weights of a unit's experts that a token goes to, in the mean over units; part of ``mlp_weights``."""
         return sum(kind.mlp.routed(self.hidden) for kind in self.layer_kinds) // self.units

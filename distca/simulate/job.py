@@ -379,8 +379,10 @@ class Job:
     def parameters(self) -> int:
         """The number of parameters on a GPU of the fullest stage, with embedding or output layer, without experts."""
         tables = 2 if self.pp == 1 and not self.model.tie_embeddings else 1
-        each = self.model.layer_weights - self.model.routed_weights
-        return (self.layers * each + tables * self.model.vocabulary * self.model.hidden) // self.tp
+        model = self.model
+        replicated = model.replicated_weights
+        shared = self.layers * (model.layer_weights - model.routed_weights - replicated)
+        return (shared + tables * model.vocabulary * model.hidden) // self.tp + self.layers * replicated
 
     @property
     def expert_parameters(self) -> int:

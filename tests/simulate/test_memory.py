@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from distca.models.experts import Experts
+from distca.models.layer_bytes import LayerBytes, parameters_of_rank
 from distca.plan import analytic_cost
 from distca.plan.cost.linear import LinearRate
 from distca.simulate import MODELS, Cluster, Job, dense
@@ -16,6 +17,19 @@ from distca.train.run.memory import predict_memory
 from tests.simulate.cases import pair_cost
 
 CONFIGURATION = str(Path(__file__).parents[2] / "configs" / "llama-8b.yaml")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parameters_of_a_rank_count_what_every_tensor_parallel_rank_has(tp: int) -> None:
+    """Latent attention's projections to latent rows, and routers."""
+    model = replace(MODELS["moonlight-16b-a3b"], layers=2)
+    model = replace(model, experts=replace(model.experts, dense_layers=0))
+    part = model.attention_shape(tp)
+    cost = analytic_cost(part.heads, part.kv_heads, part.head_dim, value_dim=part.value_dim)
+    job = Job(model, Cluster(8), cost, tp=tp)
+    layers = [LayerBytes(shape=model, kind=kind, tp=tp) for kind in model.layer_kinds]
+    norms = 5 * model.hidden + 2 * model.latent.norm_weights()
+    assert job.parameters == parameters_of_rank(model, layers, model.vocabulary, True, True) - norms
 
 
 @pytest.mark.parametrize(
