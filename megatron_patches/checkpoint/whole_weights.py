@@ -176,7 +176,7 @@ class SavedWeights:
                 yield name, tensor
 
     def _check_layers(self) -> None:
-        """Refuses numbered layers that the model lacks. :meth:`_read` refuses missing layers and wrong stacks."""
+        """Refuses keys of more layers than the model has. :meth:`_read` refuses fewer, and stacks of another size."""
         found = (re.match(r"decoder\.layers\.(\d+)\.", key) for key in self._metadata.state_dict_metadata)
         layers = 1 + max((int(each[1]) for each in found if each), default=-1)
         if layers > self._model.layers:

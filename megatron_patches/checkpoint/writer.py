@@ -38,9 +38,9 @@ class TorchWriter:
         self._later: tuple[dict[str, Any], str | Path] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Copies this rank's tensors to host memory. All ranks call this method together.
+        """Copies this rank's tensors to ``staging``, for :meth:`write`. All ranks call this method together.
 
-        Without ``staging``, or if a node has too little host memory, the method writes the tensors at once.
+        Without ``staging``, or if a node has too little host memory, it copies nothing and writes the tensors at once.
 
         Args:
             sharded_state_dict: Megatron's ``ShardedTensor`` and ``ShardedObject`` values, in nested dictionaries.

@@ -126,7 +126,7 @@ class Exchange:
         return [] if sent_again_NH is None else [sent_again_NH]
 
     def restore(self, received: Sequence[torch.Tensor]) -> None:
-        """Computes the experts' input again, from the [R, H] rows that all ranks' :meth:`rows_again` sent here."""
+        """Puts the experts' input back. ``received`` has the [R, H] rows that were sent again, or nothing."""
         for rows_RH in received:
             assert self._freed is not None
             (freed, size), self._freed = self._freed, None

@@ -33,7 +33,7 @@ class FoundExperts:
         weights: those of the first linear layers, and those of the second. None if Megatron's loop must run, because
             grouped products would compute something else. An example is a linear layer with hooks or a forward of its
             own.
-        biases: those of the first linear layers, and those of the second; None without biases.
+        biases: those of the first linear layers, and those of the second; None without biases or ``weights``.
         last_first: whether the last expert's pairs come first. Megatron's DDP with a distributed optimizer lays weights
             in memory in reverse order. A grouped product would copy all weights if its pairs were sorted in another
             order of experts than the weights lie.

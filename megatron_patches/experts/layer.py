@@ -169,9 +169,10 @@ def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors:
 
 
 def add_biases(model: torch.nn.Module) -> None:
-    """Makes the experts' second linear layers add their biases in a way that autograd accepts.
+    """Makes the outputs of experts' second linear layers tensors to which Megatron can add biases.
 
-    Without ``explicit_expert_comm`` Megatron adds a bias in place to a tensor that may be a view, and autograd fails.
+    Megatron's MLP adds the bias in place. Without ``explicit_expert_comm`` the output may be a view, of which autograd
+    allows no change in place.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:

@@ -88,7 +88,8 @@ def _write_stage(
     biases = list(biases_of_choice(gpt, exported.model))
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[Any] = [None] * group.size()
-    # "others" are tensors of the folder without a parameter, such as an image encoder's. The first stage copies them.
+    # The folder that training began with may have tensors of no parameter, such as an image encoder's. The first stage
+    # copies these "others".
     first = parallel_state.is_pipeline_first_stage()
     mine = count_shards(exported, [name for _, slot in own + biases for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
@@ -116,7 +117,7 @@ def _write_stage(
 def _has_shares(by_expert: bool) -> bool:
     """Whether the export takes this rank's shares of experts' weights, or with ``by_expert`` False of other weights.
 
-    Later data-parallel ranks have copies.
+    It takes those of data-parallel rank 0, of which the other data-parallel ranks have copies.
     """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
@@ -131,7 +132,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 
 
 def _gathered(own: Sequence[tuple[torch.Tensor, Slot]], values: Values) -> Iterator[tuple[Slot, list[torch.Tensor]]]:
-    """Yields each parameter's slot with all ranks' shares, or with this rank's if the export does not take them."""
+    """Yields each parameter's slot with all ranks' shares. A rank whose share is not exported gets this share alone."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]
