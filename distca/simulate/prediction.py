@@ -24,7 +24,7 @@ class Prediction:
         attention_s: [R] those of these seconds that were core attention.
         exposed_s: [R] seconds in which the server waited for bytes that were on the links.
         reduction_s: seconds of reducing gradients and gathering weights beside which nothing was computed.
-        sent_bytes: [R] bytes that the server sent for cores of layers; with DistCA also those from stage to stage.
+        sent_bytes: [R] bytes that the server sent for cores of layers, and from stage to stage.
         memory_bytes: [R] bytes of memory at the peak.
         spans: the actions of the watched servers, with their times.
     """

@@ -177,6 +177,10 @@ def _with_stages(
     )
     streams.busy = busy + both
     streams.busy[-job.data_parallel :] += len(dealt) * head
+    # Activations of each micro-batch go to the next stage, and gradients to the one before.
+    neighbours = np.repeat(2.0, job.pp)
+    neighbours[[0, -1]] = 1
+    streams.sent += len(dealt) * np.outer(neighbours, _passed_on(job, rows)).ravel()
     end = step_end(job, 0.0, 0.0)
     peak = np.concatenate([_baseline_memory(job, mode, dealt, number) for number in range(job.pp)])
     return _prediction(job, mode.name, workload, streams, attention, end, peak)
@@ -191,7 +195,7 @@ class _Stage:
         busy: [L] seconds of computation, over all micro-batches.
         exposed: [L] seconds of waiting for bytes.
         attention: [L] seconds of core attention.
-        sent: [L] bytes that the rank sent.
+        sent: [L] bytes that the rank sent inside the stage.
     """
 
     forward: np.ndarray
@@ -227,10 +231,15 @@ def _hop(job: Job, rows: np.ndarray) -> np.ndarray:
 
     Rank r of a stage sends to rank r of the next one. If there are several nodes, all of these count as sent to another
     node."""
-    size, fabric = rows * job.model.hidden * VALUE / job.tp, job.fabric
+    size, fabric = _passed_on(job, rows), job.fabric
     near, far = (fabric.nvlink, fabric.nvlink_latency), (fabric.network, fabric.network_latency)
     rate, latency = near if fabric.one_node else far
     return np.asarray(size / rate + latency)
+
+
+def _passed_on(job: Job, rows: np.ndarray) -> np.ndarray:
+    """Returns [L] bytes of the activations or gradients of ``rows`` [L] between two stages."""
+    return np.asarray(rows * job.model.hidden * VALUE / job.tp)
 
 
 def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int) -> list[Span]:

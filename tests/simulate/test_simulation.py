@@ -115,6 +115,19 @@ def test_the_plans_own_bytes_travel_and_its_own_seconds_are_served(pp: int):
     assert found.sent_bytes.sum() == pytest.approx(job.layers * plan.balance().bytes_moved + passed)
 
 
+@pytest.mark.parametrize("mode", ["packed", "distca"])
+def test_what_goes_from_stage_to_stage_counts_in_every_mode(mode: str):
+    """Of documents that all servers have alike; a stage in the middle sends both ways."""
+    job = small_job(3, pp=3, tokens_per_rank=500, level_time=False)
+    workload = documents(*[[(500, 0)]] * 4, bins=1)
+    found = simulate(job, parse_mode(mode), workload)
+    attention = job.layers * planned(job, workload).balance().bytes_moved if mode == "distca" else 0
+    passed = 4 * 500 * job.model.hidden * VALUE
+    assert found.sent_bytes.sum() == pytest.approx(attention + 4 * passed)
+    if not attention:
+        assert found.sent_bytes.tolist() == [passed, 2 * passed, passed]
+
+
 def test_two_ranks_by_hand_packed():
     job = small_job(2, layers=1)
     found = simulate(job, parse_mode("packed"), documents([(4, 0), (10, 1)]))
