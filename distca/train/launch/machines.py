@@ -183,7 +183,13 @@ def _of_slurm(script: str, values: Mapping[str, str], environment: Mapping[str, 
             "This is a Slurm job, but SLURM_JOB_NODELIST does not name its machines.",
             f"{start_it}, or unset SLURM_JOB_ID to use this machine alone.",
         )
-    nodes = int(environment.get("SLURM_JOB_NUM_NODES") or 1)
+    hosts = _hosts(names)
+    nodes = int(environment.get("SLURM_JOB_NUM_NODES") or len(hosts))
+    if nodes != len(hosts):
+        raise LaunchError(
+            f"SLURM_JOB_NUM_NODES is {nodes}, but SLURM_JOB_NODELIST {names} names {count(len(hosts), 'machine')}.",
+            "leave both as Slurm sets them.",
+        )
     if int(values.get("NNODES", nodes)) != nodes:
         raise LaunchError(
             f"NNODES is {values['NNODES']}, but the Slurm job has {count(nodes, 'node')}.",
@@ -194,11 +200,16 @@ def _of_slurm(script: str, values: Mapping[str, str], environment: Mapping[str, 
             f"NODE_RANK is {values['NODE_RANK']}, but Slurm numbers the machines of its job.", "unset NODE_RANK."
         )
     gpus = _asked_of_job(values, environment) if "GPUS_PER_NODE" in values else _gpus_of_job(environment, nodes)
+    port = values.get("MASTER_PORT", str(20_000 + int(environment["SLURM_JOB_ID"]) % 20_000))
+    return Machines("srun", nodes, gpus, 0, values.get("MASTER_ADDR", hosts[0]), port)
+
+
+def _hosts(names: str) -> list[str]:
+    """The machines that a list of Slurm's names, such as ``node[1-2]``."""
     shown = subprocess.run(["scontrol", "show", "hostnames", names], stdout=subprocess.PIPE, text=True)
     if shown.returncode or not shown.stdout:
         raise LaunchError("scontrol does not name the job's machines.")
-    port = values.get("MASTER_PORT", str(20_000 + int(environment["SLURM_JOB_ID"]) % 20_000))
-    return Machines("srun", nodes, gpus, 0, values.get("MASTER_ADDR", shown.stdout.splitlines()[0]), port)
+    return shown.stdout.splitlines()
 
 
 def _each(gpus: int, nodes: int, name: str) -> int:

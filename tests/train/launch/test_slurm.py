@@ -104,6 +104,7 @@ def test_a_slurm_job_without_scontrol_is_a_sentence(machine: Machine) -> None:
         ({"SLURM_GPUS_PER_NODE": "gres:gpu"}, "SLURM_GPUS_PER_NODE is 'gres:gpu', which names no number of GPUs."),
         ({"SLURM_GPUS_PER_NODE": "10000000000"}, "SLURM_GPUS_PER_NODE is '10000000000', which names no number"),
         ({"SLURM_JOB_NUM_NODES": "N/A"}, "SLURM_JOB_NUM_NODES is 'N/A'; it must be a whole number from 1 to"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "SLURM_JOB_NUM_NODES is 2, but SLURM_JOB_NODELIST host[1-1] names 1 machine."),
         ({"SLURM_STEP_NUM_TASKS": "N/A"}, "SLURM_STEP_NUM_TASKS is 'N/A'"),
         ({"SLURM_JOB_ID": "20017_1"}, "SLURM_JOB_ID is '20017_1'"),
     ],
@@ -126,6 +127,12 @@ def test_a_slurm_job_that_lists_no_machines_is_a_sentence(machine: Machine) -> N
     assert result.returncode == 2
     assert result.stderr.startswith("error: This is a Slurm job, but SLURM_JOB_NODELIST does not name its machines.")
     assert len(result.stderr.splitlines()) == 2
+
+
+def test_without_their_number_a_job_has_the_machines_that_its_list_names(machine: Machine) -> None:
+    machine.slurm(2, 2)
+    del machine.variables["SLURM_JOB_NUM_NODES"]
+    assert "--nodes=2" in machine.dry()
 
 
 def test_a_requeued_job_goes_on_with_what_it_saved(machine: Machine) -> None:
