@@ -45,8 +45,11 @@ class TravellingCost(CostModel):
         return np.asarray(self.kernel.backward(q_rows, kv_rows) + _travel(self.backward_rows, q_rows, kv_rows))
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        travel = np.stack([_travel(each, q_rows, kv_rows) for each in self._rows(direction)])
-        return self.kernel.per_direction(direction, q_rows, kv_rows) + travel
+        return self.kernel.per_direction(direction, q_rows, kv_rows) + self._travels(direction, q_rows, kv_rows)
+
+    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        # Parts of a task have its query rows together, and the last part has all its keys, so they save no travel.
+        return self.kernel.least(direction, q_rows, kv_rows) + self._travels(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
         seconds = self.kernel.of_few(direction, q_rows, kv_rows)
@@ -54,6 +57,9 @@ class TravellingCost(CostModel):
             [own + (of_q * q + of_kv * kv if q else 0.0) for own, q, kv in zip(each, q_rows, kv_rows, strict=True)]
             for each, (of_q, of_kv) in zip(seconds, self._rows(direction), strict=True)
         ]
+
+    def _travels(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return np.stack([_travel(each, q_rows, kv_rows) for each in self._rows(direction)])
 
     def _rows(self, direction: Direction) -> tuple[tuple[float, float], ...]:
         both = self.forward_rows, self.backward_rows

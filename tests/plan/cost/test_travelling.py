@@ -11,6 +11,7 @@ from distca.plan import Links, PlanOptions, analytic_cost, plan_step, server_sec
 from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.pool import PoolCost
 from distca.plan.cost.scaled import scaled
+from distca.plan.cost.table_file import find_table
 from distca.plan.cost.travelling import WAITED_FOR, TravellingCost, with_travel
 
 LLAMA_8B = analytic_cost(32, 8, 128)
@@ -44,6 +45,17 @@ def test_a_task_takes_longer_by_the_bytes_of_its_rows() -> None:
         for direction in ("forward", "backward", "both"):
             each = table.per_direction(direction, rows, ends)
             np.testing.assert_allclose(table.of_few(direction, rows.tolist(), ends.tolist()), each, rtol=1e-12)
+
+
+def test_a_lower_bound_holds_for_the_parts_of_a_task() -> None:
+    measured = find_table("NVIDIA H200", "flash4", 32, 8, 128)
+    assert measured is not None
+    only = with_travel(PoolCost((measured,), (0,)), np.array([False]), np.array([1e12]), resend=False, sinks=False)
+    cost, whole, ends = only.tables[only.of_server[0]], np.array([65_536]), np.array([32_768, 65_536])
+    parts = cost.per_direction("both", ends - np.array([0, 32_768]), ends).sum(axis=1)
+    assert parts[0] < cost.forward(whole, whole)[0]
+    assert (cost.least("both", whole, whole)[:, 0] <= parts).all()
+    assert (cost.least("both", whole, whole) > measured.least("both", whole, whole)).all()
 
 
 def test_servers_get_less_the_slower_their_network_is() -> None:
