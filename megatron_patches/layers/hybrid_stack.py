@@ -60,15 +60,16 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         recompute = self.recompute_segments and torch.is_grad_enabled()
         if recompute:
             hidden_states = differentiable(hidden_states)
-        for number, unit in enumerate(bound_units(self.layers, [rotary_pos_emb], attention_mask.balance)):
-            run = partial(self._run_unit, number, unit, attention_mask)
+        for unit in bound_units(self.layers, [rotary_pos_emb], attention_mask.balance):
+            run = partial(self._run_unit, unit, attention_mask)
             hidden_states = tensor_parallel.checkpoint(run, False, hidden_states) if recompute else run(hidden_states)
         return hidden_states if self.last_norm is None else self.last_norm(hidden_states)
 
-    def _run_unit(self, number: int, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def _run_unit(self, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         if isinstance(unit, BoundRecurrentUnit):
             *residual, mixed, g, beta = unit.pre(hidden, 0)
-            o = micro_batch.recur(self.pool, number, unit.recurrence, unit.core_parameters, mixed, g, beta)
+            layer = unit.unit.mixer.layer_number - 1  # as ``PackedAttention`` counts layers in the timeline
+            o = micro_batch.recur(self.pool, layer, unit.recurrence, unit.core_parameters, mixed, g, beta)
         else:
             *residual, q_NHD, kv_N2GD = unit.pre(hidden, 0)
             q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))

@@ -118,7 +118,7 @@ class PackedMicroBatch:
         """Returns o_NHV, the output of a recurrent layer's convolution and recurrence. Padding gets 0.
 
         Args:
-            layer: number, from 0, among this stage's layers with attention or a recurrence; for the timeline.
+            layer: the layer's number in the whole model, from 0; for the timeline.
             parameters: the weights of the convolution and of the recurrence.
             mixed_NC: the input of the convolution.
             g: [N, H] logarithm of the factor by which the recurrent state decays at each row.
