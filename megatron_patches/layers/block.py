@@ -93,7 +93,8 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        # With ``in_phases`` the i-th layers of all stages run backward together, so backward must reach frozen layers.
+        # With ``in_phases`` ranks of all stages compute cores for each other in backward too. If this rank's backward
+        # stopped at frozen layers, the other ranks would wait for it.
         if recompute or self.in_phases:
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
@@ -138,7 +139,10 @@ def refuse_other_schedule() -> NoReturn:
 
 
 def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) -> Any:
-    """Returns ``function(*tensors)``. Backward calls ``function`` again; ``offload`` keeps ``tensors`` on the host."""
+    """Returns ``function(*tensors)``, which backward computes again.
+
+    Until then ``offload``, if not None, keeps ``tensors`` in host memory.
+    """
     with nullcontext() if offload is None else offload.saved_tensors():
         return tensor_parallel.checkpoint(function, False, *tensors)
 

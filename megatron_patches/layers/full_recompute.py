@@ -34,7 +34,7 @@ def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:
-    """Runs ``own``, the layer's original forward."""
+    """Runs ``own``, the layer's original forward. Backward runs ``own`` once more."""
     if not torch.is_grad_enabled():
         return own(hidden_states=hidden_states, **rest)
     hidden_states = differentiable(hidden_states)

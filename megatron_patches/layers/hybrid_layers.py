@@ -4,8 +4,9 @@ A gated delta net is a convolution and a recurrence in place of attention. These
 other layers the core is softmax(QKᵀ)V. Other ranks may compute the core. ``pre`` computes everything before the core,
 and ``mixed`` everything behind the core up to the output projection.
 
-Shape suffixes: N rows (tokens), F columns of the input projection, C channels of the convolution. H query or output
-heads, G key/value heads, D head_dim, V elements of an output head; 2 stands for keys and values.
+Shape suffixes: N rows (tokens), F columns of the input or QKV projection, C channels of the convolution. H query heads,
+or output heads of the recurrence; G key/value heads, D head_dim, V elements of an output head; 2 stands for keys and
+values.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A down-projection makes a token's narrow *latent row*, from which up-projections
 The down-projection also makes the part of the keys that RoPE rotates. All heads share this part.
 
 Megatron's local spec splits down-projections over tensor-parallel ranks. A rank's gradient of the rotated part then
-lacks the other ranks' heads. With whole down-projections each rank projects its own rows and gathers the rotated
-part. The gather's backward adds up the gradients of all heads.
+lacks the other ranks' heads. With whole down-projections each rank projects its own rows, and gathers the rotated part
+of the other ranks' rows. The gather's backward adds up the gradients of all ranks' heads.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class WholeRows(IdentityOp):
-    """Takes the place of the norm of latent rows in models without this norm.
+    """Makes latent rows contiguous, in place of their norm in models without this norm.
 
-    Latent rows are a slice of a wider tensor. NCCL gathers only contiguous tensors.
+    Latent rows of keys and values are a slice of a wider tensor, and NCCL gathers only contiguous tensors.
     """
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -57,8 +57,9 @@ class WholeRows(IdentityOp):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with another constructor.
 
-    Megatron's constructor refuses :class:`ReplicatedLinear`. If queries have no latent rows, it also needs Transformer
-    Engine for the norm of key/value latent rows. ``norm_epsilon`` is the epsilon of all norms of latent rows.
+    Megatron's constructor refuses :class:`ReplicatedLinear`. With ``qk_layernorm``, but without latent rows of queries,
+    it also builds no projection of queries without Transformer Engine. ``norm_epsilon`` is the epsilon of all norms of
+    latent rows.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class PackedAttention(MegatronModule):
 
     Attributes:
         layer: the layer's number in the whole model, from 0.
-        kind: which keys a query attends to in this layer, and how scores are scaled.
+        kind: which keys a query attends to in this layer, and how scores are scaled; ``CAD.attach`` sets its softcap.
         softmax_offset: [this rank's heads] the learned sinks, or None. A sink is one more score in a head's softmax; no
             value row belongs to it.
         kernel, timeline: the attention kernel, and the recorder of its time; set by ``CAD.attach``.
@@ -76,11 +76,14 @@ class PackedAttention(MegatronModule):
         attention_mask: PackedMicroBatch,
         **_: Any,
     ) -> torch.Tensor:
-        """Returns [rows, 1, heads · head_dim] attention inside each document; zero in padding rows.
+        """Returns [rows, 1, heads · value width] attention inside each document; zero in padding rows.
+
+        The value width is head_dim, or less in latent attention.
 
         Args:
             query: [rows, 1, heads, head_dim].
-            key, value: [rows, 1, kv_heads, head_dim].
+            key: [rows, 1, kv_heads, head_dim].
+            value: [rows, 1, kv_heads, value width].
             attention_mask: the micro-batch; rows beyond ``attention_mask.rows`` are padding.
         """
         assert self.kernel is not None and self.timeline is not None

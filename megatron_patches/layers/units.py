@@ -29,8 +29,8 @@ class Unit:
 
     Attributes:
         mixer: the layer with attention or a recurrence.
-        before: in a pipeline stage's first unit, the MLP layers ahead of the mixer; else empty.
-        behind: the layers with the MLPs or experts behind it; in a GPTModel this is [mixer].
+        before: in a pipeline stage's first unit, the layers with MLPs or experts ahead of the mixer; empty in others.
+        behind: the layers with the MLPs or experts behind the mixer; in a GPTModel this is [mixer].
     """
 
     mixer: Any
