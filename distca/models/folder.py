@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ COMPANIONS = (
 """Tokenizer, chat templates and generation settings; code that may lie beside them stays behind."""
 
 
+_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}")
+"""The names of files of tensors and of their index."""
 PARTIAL = ".partial"
 """The suffix of the folder that holds the files until all of them are written."""
 
@@ -261,6 +264,10 @@ def finish(folder: Path, file_of: Mapping[str, str], exported: ExportedModel) ->
     if exported.source is not None:
         names += copy_companions(exported.source, partial)
     (partial / CONFIG).write_text(json.dumps(exported.fields, indent=2) + "\n", encoding="utf-8")
+    # A writer that was killed here may have had its weights in other files, which would be read in place of these.
+    for file in folder.glob("model*"):
+        if _WEIGHTS.fullmatch(file.name) and file.name not in names:
+            file.unlink()
     put_in_place(folder, [*names, CONFIG])
 
 

@@ -370,6 +370,26 @@ def test_shards_are_written_as_they_are_full(made: Path, tmp_path: Path, monkeyp
         assert (target / SINGLE).exists() == (expected == 1) and (target / "generation_config.json").exists()
 
 
+def test_weights_of_a_killed_writer_are_not_read_in_place_of_later_ones(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, model = TensorFiles(made), describe_folder(made)
+    exported = ExportedModel(model, json.loads((made / "config.json").read_text()), "float32", made)
+    for limit, shards, more in ((1 << 30, 1, 1.0), (20_000, 7, 2.0), (1 << 30, 1, 3.0)):
+        monkeypatch.setattr("distca.models.folder.SHARD_BYTES", limit)
+        begin(tmp_path)
+        writer = ShardWriter(tmp_path, 1, shards)
+        for name in expected_shapes(model):
+            writer.add(name, files.read(name) + more)
+        writer.flush()
+        finish(tmp_path, writer.file_of, exported)
+        assert torch.equal(TensorFiles(tmp_path).read("model.norm.weight"), files.read("model.norm.weight") + more)
+        assert len(list(tmp_path.glob("*.safetensors"))) == shards and (tmp_path / INDEX).exists() == (shards > 1)
+        (tmp_path / PARTIAL).mkdir()  # as if it was killed before it could delete this
+        (tmp_path / "config.json").unlink()
+        (tmp_path / "model-notes.txt").write_text("mine")
+
+
 def test_code_stays_behind(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir(), target.mkdir()
