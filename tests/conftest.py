@@ -6,8 +6,11 @@ forked from a process that has imported Megatron-Core already, which takes longe
 
 import atexit
 import gc
+import importlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +78,19 @@ def all_cores() -> Iterator[None]:
     os.sched_setaffinity(0, CORES)
     yield
     os.sched_setaffinity(0, own)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Each process of pytest-xdist imports other test files first. It finds the rest compiled by its neighbours, which
+    would otherwise compile all files at the same time in a fresh clone."""
+    worker, folder = os.environ.get("PYTEST_XDIST_WORKER"), Path(__file__).parent
+    if not worker or session.config.args != session.config.getini("testpaths"):
+        return
+    files, workers = sorted(folder.rglob("test_*.py")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    share = int(worker.removeprefix("gw")) % workers
+    for file in files[share * len(files) // workers : (share + 1) * len(files) // workers]:
+        with suppress(Exception, pytest.skip.Exception):  # the collection imports it again and says so
+            importlib.import_module(".".join(("tests", *file.relative_to(folder).with_suffix("").parts)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
