@@ -56,12 +56,13 @@ def main() -> None:
     _show(json.loads(arguments.output.read_text())["cases"])
 
 
-def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
-    """The arguments of a command line, by default this process's."""
-    gpus = torch.cuda.device_count()
+def arguments_of(argv: list[str] | None = None, ranks: int | None = None) -> argparse.Namespace:
+    """The arguments of a command line, by default this process's; ``ranks`` are those that it has where it names none,
+    by default this machine's GPUs."""
+    usual = ranks or torch.cuda.device_count() or 4
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
-    parser.add_argument("--ranks", type=int, default=gpus or 4)
+    parser.add_argument("--ranks", type=int, default=usual)
     parser.add_argument("--pp", type=int, default=2, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; the rest is data parallel")
     parser.add_argument("--contexts", type=int, nargs="+", default=[131_072])

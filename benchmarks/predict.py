@@ -189,10 +189,9 @@ def _throughput(asked: list[str], machine: Machine) -> Iterator[Trial]:
 
 
 def _pipeline(asked: list[str], machine: Machine) -> Iterator[Trial]:
-    arguments = pipeline.arguments_of(asked)
-    if "--ranks" in asked and arguments.ranks != machine.ranks:
+    arguments = pipeline.arguments_of(asked, machine.ranks)
+    if arguments.ranks != machine.ranks:
         raise ConfigError(f"--ranks is {machine.ranks}, and that of the benchmark {arguments.ranks}; give one number.")
-    arguments.ranks = machine.ranks
     for case in pipeline.cases_of(arguments):
         for name in arguments.modes:
             config = pipeline.config_of(arguments, case, name, Path("unused"))
