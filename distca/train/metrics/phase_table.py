@@ -116,16 +116,18 @@ class PhaseTable:
             return {}
         return dict(zip(self.kinds, self.by_kind, strict=True))
 
-    def write(self, path: Path, stages: int) -> None:
-        """Write the table as JSON: mean seconds per step, and how level each is."""
+    def write(self, path: Path, stages: int, servers: int = 0) -> None:
+        """Write the table as JSON: mean seconds per step, and how level each is. The last columns are of so many
+        ``servers`` without a model."""
         assert self.measured is not None
         counted = max(self.steps - 1, 1)
         report: dict[str, Any] = {
             "stages": stages,
-            "ranks_per_stage": self.measured.shape[1] // stages,
+            "ranks_per_stage": (self.measured.shape[1] - servers) // stages,
+            **({"servers_without_a_model": servers} if servers else {}),
             "steps": counted,
             "rows": "all forward phases, then all backward phases",
-            "columns": "ranks of the server pool, stage by stage",
+            "columns": "ranks of the server pool, stage by stage" + ", then servers without a model" * bool(servers),
         }
         for name in ("measured", "planned", "at_home"):
             table = getattr(self, name)

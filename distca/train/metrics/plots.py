@@ -166,7 +166,7 @@ def _title(table: PhaseTable, name: str) -> str:
     return said + (f", with linear layers {level['with_linear']['phases']:.2f}" if "with_linear" in level else "")
 
 
-def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:
+def plot_phases(path: Path, table: PhaseTable, stages: int, servers: int = 0) -> None:
     """Draw one heat map per series, each as multiples of its own mean over all ranks and phases. Where layers are of
     several kinds, each kind's part of what is planned follows.
 
@@ -174,6 +174,7 @@ def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:
         path: the .png or .svg to write.
         table: at least one step.
         stages: pipeline stages, marked by lines.
+        servers: without a model, behind the last stage's ranks.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -194,8 +195,8 @@ def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:
     highest = max(float(values.max()) for values, _ in maps)
     for axes, (values, title) in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps, strict=True):
         image = axes.imshow(values.T, cmap="viridis", vmin=0, vmax=highest, aspect="auto")
-        for stage in range(1, stages):
-            axes.axhline(stage * ranks // stages - 0.5, color="white", linewidth=0.8)
+        for stage in range(1, stages + bool(servers)):
+            axes.axhline(stage * (ranks - servers) // stages - 0.5, color="white", linewidth=0.8)
         axes.axvline(phases // 2 - 0.5, color="white", linewidth=1.6)
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylabel("rank, by stage", fontsize=8)

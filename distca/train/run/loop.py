@@ -292,10 +292,10 @@ class _Loop:
             look: dict[str, Any] = {"unit": "1 = mean", "slowest_first": True, "parts": parts}
             plot_balance(self._folder.balance_plot, before, planned, measured[0], **look)
             self._drawn.append(self._folder.balance_plot)
-        phases, stages = recorder.phases, self._trainer.cad.options.stages
+        phases, options = recorder.phases, self._trainer.cad.options
         if phases.steps:
-            phases.write(self._folder.phases, stages)
-            plot_phases(self._folder.phases_plot, phases, stages)
+            phases.write(self._folder.phases, options.stages, options.servers)
+            plot_phases(self._folder.phases_plot, phases, options.stages, options.servers)
             self._drawn.append(self._folder.phases_plot)
 
 

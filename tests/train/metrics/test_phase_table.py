@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -73,6 +74,18 @@ def test_the_first_step_is_forgotten_and_the_rest_averaged(tmp_path: Path) -> No
     plot_phases(tmp_path / "phases.png", table, stages=2)
     height, width = imread(tmp_path / "phases.png").shape[:2]
     assert height > 300 and width >= 900, "titles need six inches, however few the phases"
+
+
+def test_servers_without_a_model_are_of_no_stage(tmp_path: Path) -> None:
+    table = PhaseTable()
+    table.add(np.ones((6, 6)), None, None)
+    table.write(tmp_path / "phases.json", stages=2, servers=2)
+    written = json.loads((tmp_path / "phases.json").read_text())
+    assert written["ranks_per_stage"] == 2 and written["servers_without_a_model"] == 2
+    assert written["columns"].endswith("stage by stage, then servers without a model")
+    with patch("matplotlib.axes.Axes.axhline") as line:
+        plot_phases(tmp_path / "phases.png", table, stages=2, servers=2)
+    assert [call.args[0] for call in line.call_args_list] == [1.5, 3.5]
 
 
 def test_non_attention_seconds_count_where_plans_count_them(tmp_path: Path) -> None:
