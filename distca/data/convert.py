@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -169,7 +169,7 @@ class _Partial:
             try:
                 yield partial
             except Exception:
-                partial.close()
+                partial.give_up()
                 for file in _placed(prefix).values():
                     file.unlink(missing_ok=True)
                 (folder / _PLACING).unlink(missing_ok=True)
@@ -220,6 +220,12 @@ class _Partial:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+    def give_up(self) -> None:
+        """Close all files, whatever a full disk does not take of them."""
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
 
     def _take_back(self) -> None:
         """Files of a conversion that was killed while it moved them."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,20 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path, folder, monkeypa
     with pytest.raises(DataError, match=r"out\.bin cannot be written \(No space left on device\)"):
         convert(open_texts("text", folder), WORDS, str(tmp_path / "out"))
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_disk_that_is_full_for_what_is_left_too_keeps_nothing(tmp_path, folder, monkeypatch):
+    add = module._Partial.add
+
+    def add_to_full_files(partial, tokens, read):
+        partial.close()
+        partial._files |= {name: BufferedWriter(FileIO("/dev/full", "ab")) for name in ("bin", "lengths", "mask")}
+        add(partial, tokens, read)
+
+    monkeypatch.setattr(module._Partial, "add", add_to_full_files)
+    with pytest.raises(DataError, match="No space left on device"):
+        convert(open_texts("text", str(folder)), BYTES, str(tmp_path / "out"))
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_file_that_is_gone_is_a_sentence(tmp_path, folder):
