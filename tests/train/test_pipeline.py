@@ -36,7 +36,7 @@ def _config(output: str, name: str, cad: CadConfig) -> RunConfig:
         model=MODEL,
         parallel=ParallelConfig(pp=2),
         cad=cad,
-        data=DataConfig(context_length=128, longer="split", tokens_per_rank=128, whole_documents=True),
+        data=DataConfig(source="mix", path="prolong", context_length=128, tokens_per_rank=128, whole_documents=True),
         optimizer=OptimizerConfig(warmup_steps=1, min_lr=3e-3),  # constant, whatever the number of steps
         train=TrainConfig(steps=2, micro_batches=3, validate_batches=1),
         checkpoint=CheckpointConfig(save_at_end=False),
