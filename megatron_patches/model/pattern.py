@@ -2,7 +2,8 @@
 
 Megatron-Core's HybridModel has a pattern with one symbol for each layer, and a ``|`` between pipeline stages. A layer
 is a mixer (attention, a gated delta net or Mamba), an MLP, or experts. A *unit* is a mixer with the MLPs and experts
-that follow it. Example: Qwen3.5's pattern ``G-G-G-*-`` has four units. In a GPTModel each layer is a unit.
+that follow it. A stage's first unit also has those ahead of its mixer. Example: Qwen3.5's pattern ``G-G-G-*-`` has four
+units. In a GPTModel each layer is a unit.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class MixerLayer:
-    """The mixer of a unit, which stands for the unit.
+    """The mixer of one unit.
 
     Attributes:
         symbol: symbol of the mixer.
-        layer_number: number of the mixer's layer, from 1.
+        layer_number: number of the mixer among all layers of the model, from 1; in ``*-G-`` the G has 3.
     """
 
     symbol: str
@@ -41,7 +42,7 @@ class MixerLayer:
 
 
 def units_of(config: TransformerConfig, pattern: str) -> list[MixerLayer]:
-    """Returns the units of a whole model; ``pattern`` is empty for a GPTModel."""
+    """Returns the mixer of each unit of a whole model; ``pattern`` is empty for a GPTModel."""
     if pattern:
         return [MixerLayer(symbol, number) for number, symbol in enumerate(layers_of(pattern), 1) if symbol in MIXERS]
     numbers = range(1, config.num_layers + 1)

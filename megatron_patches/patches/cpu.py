@@ -38,7 +38,7 @@ def use_cpu() -> None:
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # For every weight Megatron would warn that CPU and CUDA share a random state.
+    # Here CUDA's random state is the CPU's. Each weight that is drawn changes it, of which Megatron would warn.
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "RNG state" not in record.getMessage())
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]

@@ -126,7 +126,7 @@ class PatchedForward(LanguageModule):
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs Megatron's forward. If ``_returns`` is set, :meth:`_output` replaces the last stage's output layer."""
+        """Runs Megatron's forward. If ``_returns`` is set, :meth:`_output` replaces its output layer and loss."""
         raise NotImplementedError
 
     def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:

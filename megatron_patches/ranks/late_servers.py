@@ -1,8 +1,8 @@
 """Late servers: servers without a model that come during a run, and wait until the ranks that train let them join.
 
 The ranks that train are called *homes*; only their first one creates these objects. A *pool* is all homes with the same
-tensor-parallel rank, and their servers. Each late server has written a :class:`Comer` into a :class:`PoolStore`, which
-homes and servers share.
+tensor-parallel rank, and their servers. A late server raises the count "comers" in a :class:`PoolStore`, which homes
+and servers share. Then it writes a :class:`Comer` there, under the number that it got.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LateServers:
         came = self._store.count("comers")
         self._unread += range(self._came, came)
         self._came = came
-        # A server counts itself, then writes its Comer. One that ends between the two must not make homes wait.
+        # A server that ends after it raised the count writes no Comer. Homes must not wait for it.
         new = [each for each in self._unread if self._store.has(f"comer/{each}")]
         self._unread = [each for each in self._unread if each not in new]
         newest = {each.process: each for each in self.waiting}
@@ -66,7 +66,7 @@ class LateServers:
             )
 
     def joining(self) -> list[Comer]:
-        """Returns the servers that join next, by number: equally many for each tensor-parallel rank."""
+        """Returns the servers that join next, in order of their numbers; equally many for each tensor-parallel rank."""
         some = sorted(
             (each for each in self.waiting if not self._watch.is_gone(each.process)), key=lambda each: each.number
         )
@@ -98,7 +98,10 @@ class LateServers:
         self._refuse_shared_gpus(servers)
 
     def _refuse_shared_gpus(self, servers: Sequence[Comer]) -> None:
-        """Refuses servers that would join together if one has a taken GPU, as no process group could form with them."""
+        """Refuses servers on a taken GPU, with which no process group could form, and those that would join with them.
+
+        Servers join ``tp`` at a time, one for each tensor-parallel rank.
+        """
         stay = whole_places(servers, self._tp, self.stays)
         joining = self.joining()
         for at in range(0, len(joining), self._tp):

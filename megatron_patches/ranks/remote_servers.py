@@ -8,11 +8,12 @@ first two of these messages. Rank 0 sends the third one when a recording of time
 
 | message | a server's answer |
 |---|---|
-| plan, with the documents' lengths | a fingerprint of its plan, which unlike plans do not share |
+| plan, with the documents' lengths | its plan's fingerprint, a checksum that differs between different plans |
 | run | the seconds and the memory that the step took there |
-| timeline | what it did when |
+| timeline | the spans of time that it recorded |
 
-Rows of q, k, v and outputs travel in a process group. ``server_members.py`` forms it, when servers come and go.
+Rows of q, k, v and outputs travel in a process group. ``server_members.py`` forms it at the start, and a new one when
+servers come or go.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class RemoteServers(ServerMembers):
     def agree(self, number: int, plan: StepPlan) -> None:
         """On rank 0, waits until all servers have planned step ``number``, and compares their plans with ``plan``.
 
-        A server that does not answer leaves the pool where servers may leave. The step is then planned again without
-        it.
+        On devices on which servers may leave (``MAY_GO``), a server that does not answer leaves the pool. The step is
+        then planned again without it.
 
         Raises:
             PlanError: a server has another plan or could not plan.
@@ -76,8 +77,8 @@ class RemoteServers(ServerMembers):
                 one if homes do.
         """
         if self._leads:
-            # A server that has dropped its plan makes it again from these lengths. They are already in the
-            # micro-batches into which planning moved documents. With None for ``StepInputs.room`` they stay there.
+            # A server that has dropped its plan makes it again from these lengths. Planning may have moved documents to
+            # other micro-batches, and ``plan.lengths`` has them there. With None for ``StepInputs.room`` they stay.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
@@ -87,7 +88,7 @@ class RemoteServers(ServerMembers):
     def served(self, number: int) -> list[Served | None] | None:
         """Waits for the servers' reports on step ``number``, and returns them in the servers' order.
 
-        A server that has left has None in place of a report. Ranks other than 0 get None, and no list.
+        None is the report of a server that has left or does not answer. Ranks other than 0 get None in place of a list.
         """
         return [self._answer(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
@@ -100,7 +101,7 @@ class RemoteServers(ServerMembers):
         return {each.number: self._answer(f"timeline/{number}/{each.number}", each) or [] for each in self._servers}
 
     def _answer(self, key: str, server: Comer) -> Any:
-        """Waits for a server's answer, under ``key`` in the store; returns None if the server has left."""
+        """Returns a server's answer under ``key`` in the store; None if the server has left or does not answer."""
         return self._store.take(key) if self._answers(key, server) else None
 
 
@@ -125,5 +126,5 @@ def check_planned(found: int | str, server: int, fingerprint: int) -> None:
 
 
 def _lengths(inputs: StepInputs) -> tuple[Sequence[Any], Any, Any]:
-    """Returns the inputs of a plan but for the options, which servers have."""
+    """Returns the inputs of a plan without the options, which servers have."""
     return inputs.lengths, inputs.homes, inputs.room

@@ -68,8 +68,8 @@ _HERE = timedelta(seconds=15)
 """The time that rank 0 waits for a server's answer once the pool has formed. After it the run goes on without the
 server. On types of devices that ``MAY_GO`` does not name, ``TIMEOUT`` holds instead."""
 _LATE_S = 40.0
-"""Seconds beyond their patience after which homes end if a process group has not formed. Gloo gives up by itself, but
-NCCL waits without end for a member that is lost, or that it cannot reach."""
+"""Homes end if a process group has not formed this many seconds after its time limit (``patience``). Gloo keeps to the
+limit, but NCCL waits without end for a member that is lost, or that it cannot reach."""
 _TRIES = 5
 """The most attempts to form a generation; then the run ends."""
 _TRIES_WITH_NEW = 2
@@ -94,7 +94,7 @@ class ServerMembers:
             here serves tensor-parallel rank i % ``tp``.
 
     Raises:
-        SupportError: the number of servers or the transport cannot be, or a server has another kind of device or a
+        SupportError: ``servers`` or ``transport`` has an impossible value, or a server has another kind of device or a
             taken GPU.
         LaunchError: a server did not come in time. All homes raise it.
     """
@@ -197,7 +197,7 @@ class ServerMembers:
             replace(each, kernel=answer.kernel) for each, answer in zip(self._servers, answers, strict=True)
         ]
         if (folder := self._tables) is not None:
-            of_first_rank(lambda: self._have_measured(folder))  # a table takes minutes
+            of_first_rank(lambda: self._have_measured(folder))  # other homes wait here for minutes
 
     def _have_measured(self, folder: Path) -> None:
         """Makes one server measure each cost table that is missing, and writes the tables to ``folder``."""
@@ -220,7 +220,7 @@ class ServerMembers:
     def _kernel_of(self, server: Comer) -> KernelAnswer:
         key = f"kernel/{server.process}"
         self._answers(key, server, _COMING)
-        # Zero: if the server has ended, nobody waits for the rest of the time.
+        # All the waiting was done above. Without an answer by now, take() must raise at once.
         found: KernelAnswer = self._store.take(key, timedelta(0), _NO_KERNEL.format(server.number))
         return found
 
@@ -261,7 +261,9 @@ class ServerMembers:
         return self._anywhere(wanted)
 
     def let_go(self, number: int) -> None:
-        """Leaves server ``number``, and servers that stay or leave with it, out of the pool from the next step on.
+        """Leaves server ``number`` out of the pool from the next step on.
+
+        With tensor parallelism the servers beside it leave too (:func:`whole_places`).
 
         Raises:
             SupportError: servers on this type of device have to stay to the end of the run.
@@ -275,8 +277,8 @@ class ServerMembers:
         """Forms the next generation from the servers that are there; all homes call it together.
 
         Args:
-            terms_of: returns the facts about the homes' model that servers need. It is called on all homes when
-                :attr:`numbers` are those of the new generation.
+            terms_of: returns the facts about the homes' model that servers need. When it is called, on all homes,
+                :attr:`numbers` already has the servers of the new generation.
 
         Raises:
             LaunchError: the pool has failed to form ``_TRIES`` times.
@@ -329,7 +331,7 @@ class ServerMembers:
     def _answers(self, key: str, server: Comer, patience: timedelta | None = None) -> bool:
         """Waits until a server has written ``key`` into the store.
 
-        Returns False if the server has ended, or needs longer than ``patience``."""
+        Returns False if the server has ended, or needs longer than ``patience``; None stands for ``_HERE``."""
         usual = _HERE if self._may_change else TIMEOUT
         until = time.monotonic() + (patience or usual).total_seconds()
         while not self._store.has(key):

@@ -52,7 +52,10 @@ def join_world() -> World:
 
 
 def leave_world() -> None:
-    """Closes all process groups, including Megatron's."""
+    """Closes all process groups, including Megatron's, at a script's end.
+
+    A process cannot join a second world: Megatron keeps the closed groups, and torchrun's store has old messages.
+    """
     dist.destroy_process_group()
 
 

@@ -63,8 +63,8 @@ class PackedMicroBatch:
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; padding comes after them.
-        recurrent: borders of documents for recurrent layers, by ``Recurrence.halo_rows``: the number of rows before a
-            row that the layer's causal convolution reads.
+        recurrent: the borders between documents for recurrent layers, by ``Recurrence.halo_rows``. That is the number
+            of rows before a row that a layer's causal convolution reads.
     """
 
     batch: TaskBatch
@@ -137,7 +137,7 @@ class PackedMicroBatch:
 
 
 def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:
-    """Returns the rows of each nano-batch, from the rows of all tensor-parallel ranks, for example RoPE's angles.
+    """Returns the rows of each nano-batch. ``x`` has the rows of all tensor-parallel ranks, for example RoPE's angles.
 
     Example: nano-batch 0 has rows a, b and nano-batch 1 has rows c, d, e, f. Sequence parallelism gives a, c, d to one
     tensor-parallel rank and b, e, f to the other. For ``x`` = [a, c, d, b, e, f] the result is [a, b] and [c, d, e, f].

@@ -40,7 +40,7 @@ def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | No
 
     If ``cost_table`` is a file, the result is the file's table. Otherwise it is a table for ``sort`` and these heads,
     from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no table, it
-    is a formula. For the kernel "reference" the formula only counts pairs.
+    is a formula. For the kernel "reference" the formula only counts pairs of a query and a key that it sees.
 
     Raises:
         PlanError: the file is not usable or was measured for other heads; or neither the folder ``cost_table`` nor the
@@ -80,8 +80,8 @@ def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, w
 def cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
     """Returns the cost model of one kind of layer; all ranks call it together.
 
-    If the kind has a window, ``cost`` is a table and a table for the window exists, the result is that table. Otherwise
-    it is derived from ``cost``."""
+    If the kind has a window and ``cost`` is a table, a table for this window is looked for: in the folder
+    ``cost_table``, then in the package. Without one the result is derived from ``cost``."""
     if kind.window and isinstance(cost, TableCost):
         table = of_first_rank(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
         if table is not None:
