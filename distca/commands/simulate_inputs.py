@@ -82,7 +82,7 @@ def read_model(name: str) -> ModelShape:
         raise OptionError(f"--model {name} has {wrong[0]}")
     shape = dense(**head_dim | sizes, **more, experts=own, latent=attention, hybrid=stack, variant=variant)
     for unserved in not_with_latent(shape):
-        raise OptionError(f"--model {name} cannot be trained: {unserved}")
+        raise OptionError(f"--model {name} cannot be trained: its {unserved}")
     return shape
 
 

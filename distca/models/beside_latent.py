@@ -6,23 +6,27 @@ from distca.models.shape import ModelShape
 from distca.models.variant import Variant
 from distca.words import not_served
 
+LATENT = "latent attention"
+"""The name of such models' attention in sentences."""
+
 
 def not_with_latent(model: ModelShape) -> list[str]:
-    """Returns a sentence for each field that models with latent attention cannot have yet; none for other models."""
+    """Returns a sentence for each field that models with latent attention cannot have yet; none for other models. Each
+    begins with the field's name."""
     if not model.latent.kv_rank:
         return []
     found: dict[str, tuple[object, tuple[object, ...]]] = {
-        "model.qk_norm": (model.qk_norm, (False,)),
-        "model.qkv_bias": (model.qkv_bias, (False,)),
-        "model.layer_types": (model.layer_types, (["full"],)),
-        "model.sinks": (model.sinks, (False,)),
-        "model.rope_scaling.kind": (model.rope_scaling.kind, ("none", "yarn")),
-        "model.rope_scaling.truncate": (model.rope_scaling.truncate, (True,)),
-        "model.hybrid.pattern": (model.hybrid.pattern, ("",)),
-        "model.experts.biases": (model.experts.biases, (False,)),
-        "model.experts.clamp": (model.experts.clamp, (0,)),
+        "qk_norm": (model.qk_norm, (False,)),
+        "qkv_bias": (model.qkv_bias, (False,)),
+        "layer_types": (model.layer_types, (["full"],)),
+        "sinks": (model.sinks, (False,)),
+        "rope_scaling.kind": (model.rope_scaling.kind, ("none", "yarn")),
+        "rope_scaling.truncate": (model.rope_scaling.truncate, (True,)),
+        "hybrid.pattern": (model.hybrid.pattern, ("",)),
+        "experts.biases": (model.experts.biases, (False,)),
+        "experts.clamp": (model.experts.clamp, (0,)),
     }
-    problems = not_served(found, "model.latent")
+    problems = not_served(found, LATENT)
     if model.variant != Variant():
-        problems.append("model.variant is not that of a LLaMA, which is not served with model.latent; leave it out.")
+        problems.append(f"variant is not that of a LLaMA, which is not served with {LATENT}; leave it out.")
     return problems

@@ -57,12 +57,12 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
         *(
             (
                 f"model: {{layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 2, latent: {{kv_rank: 8}}, {more}}}",
-                f"cannot be trained: {said}, which is not served with model.latent; set it to",
+                f"cannot be trained: its {said}, which is not served with latent attention; set it to",
             )
             for more, said in (
-                ("sinks: true", "model.sinks is true"),
-                ("layer_types: [full, window], window: 9", r"model.layer_types is \['full', 'window'\]"),
-                ("qk_norm: true", "model.qk_norm is true"),
+                ("sinks: true", "sinks is true"),
+                ("layer_types: [full, window], window: 9", r"layer_types is \['full', 'window'\]"),
+                ("qk_norm: true", "qk_norm is true"),
             )
         ),
         (

@@ -68,8 +68,8 @@ def test_runs_train_and_go_on_with_other_ranks(tmp_path: Path) -> None:
         ({"model__latent__key_dim": 0}, "model.latent.key_dim is 0; it must be at least 1"),
         ({"model__kv_heads": 2}, "model.kv_heads is 2, but with model.latent every head has keys"),
         ({"model__head_dim": 8}, "model.head_dim is 8, but model.latent.key_dim and rotary_dim make it 12"),
-        ({"model__qk_norm": True}, "model.qk_norm is true, which is not served with model.latent; set it to false"),
-        ({"model__sinks": True}, "model.sinks is true, which is not served with model.latent"),
+        ({"model__qk_norm": True}, "model.qk_norm is true, which is not served with latent attention; set it to false"),
+        ({"model__sinks": True}, "model.sinks is true, which is not served with latent attention"),
         ({"model__rope_scaling__kind": "linear", "model__rope_scaling__factor": 2}, "set it to none or yarn"),
         (
             {f"model__rope_scaling__{name}": value for name, value in (YARN | {"factor": 1}).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from distca.models.beside_latent import not_with_latent
+from distca.models.beside_latent import LATENT, not_with_latent
 from distca.models.hybrid import DELTA_NET, EXPERTS, RECURRENT
 from distca.models.shape import ModelShape
 from distca.models.variant import Variant
@@ -255,4 +255,4 @@ def _not_with_latent_attention(config: RunConfig) -> list[str]:
         "train.fp8": (config.train.fp8, ("none",)),
         "train.linears": (config.train.linears, ("auto", "local")),
     }
-    return not_with_latent(config.model) + not_served(found, "model.latent")
+    return [f"model.{each}" for each in not_with_latent(config.model)] + not_served(found, LATENT)
