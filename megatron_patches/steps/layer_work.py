@@ -16,6 +16,8 @@ from megatron_patches.model.latent import is_latent, latent_of
 from megatron_patches.model.pattern import ATTENTION, EXPERTS, MIXERS, MLP, STAGE, units_of
 from megatron_patches.model.recurrences import has_output_gate
 
+_MLPS = MLP + EXPERTS
+
 
 def layer_works(config: TransformerConfig, pattern: str, recompute_segments: bool) -> list[LayerWork]:
     """Returns the counts of each unit with attention, summed over tensor-parallel ranks.
@@ -25,21 +27,28 @@ def layer_works(config: TransformerConfig, pattern: str, recompute_segments: boo
     Args:
         pattern: the layers of a HybridModel, a letter for each layer and "|" between stages; empty for a GPTModel.
         recompute_segments: whether backward recomputes everything but core attention. If False, backward recomputes
-            MLPs and experts if ``config.recompute_granularity`` is set, and else nothing.
+            the MLPs or experts that ``config.recompute_modules`` names, if ``config.recompute_granularity`` is set.
     """
-    units = units_of(config, pattern)
-    if pattern:
-        mlps = [sum(_weights_of(config, letter) for letter in letters) for letters in _letters_of_mlps(pattern)]
-    else:
-        mlps = [mlp_weights(config)] * len(units)
+    mlps, again = (_mlps_of_units(config, pattern, those) for those in (_MLPS, _recomputed_letters(config)))
     works = []
-    for unit, mlp in zip(units, mlps, strict=True):
-        if unit.symbol != ATTENTION:
-            continue
-        weights = mlp + _attention(config)
-        recomputed = weights if recompute_segments else mlp if config.recompute_granularity else 0
-        works.append(LayerWork(weights, recomputed))
+    for unit, mlp, mlp_again in zip(units_of(config, pattern), mlps, again, strict=True):
+        if unit.symbol == ATTENTION:
+            weights = mlp + _attention(config)
+            works.append(LayerWork(weights, weights if recompute_segments else mlp_again))
     return works
+
+
+def _mlps_of_units(config: TransformerConfig, pattern: str, those: str) -> list[int]:
+    """Returns for each unit the weights of its MLPs and experts. Only modules whose letters are in ``those`` count."""
+    if pattern:
+        return [_weights_of(config, letters, those) for letters in _letters_of_mlps(pattern)]
+    return [mlp_weights(config, those)] * config.num_layers
+
+
+def _recomputed_letters(config: TransformerConfig) -> str:
+    """Returns the letters of the modules that backward recomputes one by one, as Megatron's configuration asks."""
+    named = (config.recompute_modules or ()) if config.recompute_granularity else ()
+    return "".join(letter for letter, name in ((MLP, "mlp"), (EXPERTS, "moe")) if name in named)
 
 
 def _letters_of_mlps(pattern: str) -> list[str]:
@@ -51,15 +60,19 @@ def _letters_of_mlps(pattern: str) -> list[str]:
     return found
 
 
-def _weights_of(config: TransformerConfig, letter: str) -> int:
-    return {MLP: weights_of_mlp, EXPERTS: expert_weights}[letter](config)
+def _weights_of(config: TransformerConfig, letters: str, those: str) -> int:
+    """Returns how many weights multiply a row in the modules ``letters``, of which only ``those`` count."""
+    of = {MLP: weights_of_mlp, EXPERTS: expert_weights}
+    return sum(of[letter](config) for letter in letters if letter in those)
 
 
-def mlp_weights(config: TransformerConfig) -> int:
-    """Returns the mean number, over all layers, of weights that multiply a row in MLP or experts, rounded down."""
-    mixtures = has_experts(config)
-    experts = sum(mixtures) * expert_weights(config)
-    return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
+def mlp_weights(config: TransformerConfig, those: str = _MLPS) -> int:
+    """Returns the mean number, over all layers, of weights that multiply a row in MLP or experts, rounded down.
+
+    ``those`` are the letters of the modules that count.
+    """
+    letters = "".join(EXPERTS if each else MLP for each in has_experts(config))
+    return _weights_of(config, letters, those) // len(letters)
 
 
 def weights_of_mlp(config: TransformerConfig) -> int:

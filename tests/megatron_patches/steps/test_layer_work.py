@@ -78,3 +78,22 @@ def test_mlps_before_a_stage_s_first_unit_count_to_it() -> None:
 
     assert _letters_of_mlps("-*EG|-*EG") == ["-E", "", "-E", ""]
     assert _letters_of_mlps("M-G") == ["-", ""]
+
+
+def test_only_modules_that_the_configuration_names_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_cases.on_cpu()
+    from megatron.core import parallel_state
+
+    from megatron_patches.model.gpt import transformer_config
+    from megatron_patches.steps.layer_work import expert_weights, layer_works, weights_of_mlp
+
+    for size in ("tensor", "pipeline"):
+        monkeypatch.setattr(parallel_state, f"get_{size}_model_parallel_world_size", lambda: 1)
+    shape = replace(SHAPE, layers=2, hybrid=Hybrid(), experts=EXPERTS)
+    config = transformer_config(shape, torch.float32, recompute_mlp=True)
+    config.moe_layer_freq = [0, 1]
+    dense, experts = weights_of_mlp(config), expert_weights(config)
+    for modules, of_mlp, of_experts in ((["mlp"], dense, 0), (["moe"], 0, experts), (["mlp", "moe"], dense, experts)):
+        config.recompute_modules = modules
+        assert [each.recomputed for each in layer_works(config, "*-*E", False)] == [of_mlp, of_experts]
+        assert [each.recomputed for each in layer_works(config, "", False)] == [(of_mlp + of_experts) // 2] * 2
