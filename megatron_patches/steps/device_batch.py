@@ -47,7 +47,11 @@ def batch_on_device(
     *,
     lengths: bool = False,
 ) -> Batch:
-    """Returns a rank's rows of a micro-batch as tensors, which have their values once ``upload`` is sent."""
+    """Returns a rank's rows of a micro-batch as tensors, which have their values once ``upload`` is sent.
+
+    Args:
+        lengths: whether ``attention`` also gets the length of every row's document.
+    """
     columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
     tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
     if lengths:

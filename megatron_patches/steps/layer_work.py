@@ -22,7 +22,8 @@ _MLPS = MLP + EXPERTS
 def layer_works(config: TransformerConfig, pattern: str, recompute_segments: bool) -> list[LayerWork]:
     """Returns the counts of each unit with attention, summed over tensor-parallel ranks.
 
-    In a GPTModel each unit gets the mean count of MLPs and experts of all layers.
+    Recurrent units are left out, as the planner does not count them. In a GPTModel each unit gets the mean count of
+    MLPs and experts of all layers.
 
     Args:
         pattern: the layers of a HybridModel, a letter for each layer and "|" between stages; empty for a GPTModel.

@@ -27,8 +27,8 @@ def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[to
             figures.
 
     Returns:
-        For each micro-batch a list with one tensor [n] for each document of n tokens, in the order of tokens. Empty if
-        ``values`` is empty.
+        For each micro-batch of ``step.documents`` a list with one tensor [n] for each document of n tokens: a figure
+        for each token, in order. Empty if ``values`` is empty.
     """
     gathered = []
     for batch, mine, documents in zip(step.batches, values, step.documents.micro_batches, strict=False):
@@ -47,15 +47,15 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
     Args:
         documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device.
-            Documents must be in the order of ``step.documents``; a plan may change this order.
+            Documents must be in the order of ``step.documents``. A plan may have changed the order that CAD was given.
 
     Raises:
         PlanError: ``documents`` are not lists of figures, or have the wrong number or lengths.
     """
     try:
-        # torch cannot read a reversed array, such as np.cumsum(rewards[::-1])[::-1], but its copy.
+        # A copy, because torch refuses reversed arrays, such as np.cumsum(rewards[::-1])[::-1].
         figures = [torch.as_tensor(each.copy() if isinstance(each, np.ndarray) else each) for each in documents]
-    except (TypeError, ValueError, RuntimeError):  # no list, or one of texts or of lists of unequal lengths
+    except (TypeError, ValueError, RuntimeError):  # not a list, or texts or unequal lists in it
         figures = None
     if figures is None or any(each.ndim != 1 for each in figures):
         raise PlanError("rows_of takes a list with one list of figures for each document, one figure for each token.")

@@ -132,7 +132,7 @@ def _costs(
 def _at_speeds(
     costs: tuple[CostModel, ...], non_attention: NonAttention | None, speeds: Sequence[float], training: int
 ) -> tuple[tuple[CostModel, ...], NonAttention | None]:
-    """Divides seconds by ``speeds``: a server of speed s takes 1/s times those of its cost table."""
+    """Divides seconds by ``speeds``: a server of speed s takes 1/s times the seconds of its cost table."""
     slower = tuple(at_speeds(each, speeds) for each in costs)
     if non_attention is None:
         return slower, None
@@ -161,12 +161,12 @@ def _non_attention(
     auto_is_time: bool,
     works: Callable[[], Sequence[LayerWork]],
 ) -> NonAttention | None:
-    """Returns the seconds that linear layers take for a row (a token's hidden state).
+    """Returns the seconds of linear layers between two core attentions, for a row (a token's hidden state).
 
     The result is None if plans make only attention's seconds equal on all servers.
 
     Args:
-        cost: the seconds of attention tasks; ``cost.linear`` has the seconds of linear layers, or is None.
+        cost: the first server's seconds of attention tasks; ``cost.linear`` has those of linear layers, or is None.
         works: a function that counts the weights of the linear layers in each layer with attention.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -177,13 +177,13 @@ def _non_attention(
     if rate is None:
         if level == "auto":
             logger.info(
-                "Plans make only attention's seconds equal, as no cost table in use has seconds of linear layers; "
-                "`distca profile` measures them."
+                "Plans make only attention's seconds equal, as the first server has no cost table with seconds of "
+                "linear layers; `distca profile` measures them."
             )
             return None
         raise PlanError(
-            "level is time, but no cost table in use has seconds of linear layers: measure one with `distca profile` "
-            "and give it as cost_table, or set level to attention."
+            "level is time, but the first server has no cost table with seconds of linear layers: measure one with "
+            "`distca profile` and give it as cost_table, or set level to attention."
         )
     fp8 = fp8_of(config)
     if (in_fp8 := rate.in_fp8(fp8)) is None:

@@ -232,8 +232,8 @@ def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
     """Refuses token ids that the model does not have: an embedding split over ranks would return zeros for them.
 
-    ``drawn[m][d]``: the micro-batch and the place in it, both from 0, in which the caller gave document d of the plan's
-    micro-batch m.
+    ``drawn[m][d]`` says where the caller gave document d of the plan's micro-batch m: the number of the caller's
+    micro-batch and the place in it, both from 0.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))

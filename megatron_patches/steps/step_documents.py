@@ -136,7 +136,7 @@ def checksum(documents: StepDocuments) -> int:
         document = everyone[number]
         first = max(0, (len(document) - _SAMPLE_IDS) // 2)
         ids = np.asarray(document[first : min(first + _SAMPLE_IDS, len(document))])
-        if ids.dtype.kind in "iu":  # ranks that hold a document refuse another type when they read their rows
+        if ids.dtype.kind in "iu":  # other types are refused by the ranks that hold these tokens
             value = zlib.crc32(ids.astype(np.int64).tobytes(), value)
     return value
 

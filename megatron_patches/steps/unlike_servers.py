@@ -99,15 +99,15 @@ def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[
 
 
 def gb_s_beside_others(gb_s: float, usual: float, sharing: Sequence[int]) -> tuple[float, ...]:
-    """Divides the GB/s over the network among the processes on a GPU.
+    """Divides a server's GB/s over the network by the number of processes on its GPU.
 
     Args:
-        gb_s: what a server has whose GPUs hold one process each; 0 takes ``usual``.
-        usual: what a home has.
+        gb_s: GB/s of a server without a model whose GPUs hold no other process; 0 takes ``usual``.
+        usual: GB/s of a server whose processes train.
         sharing: as in :func:`speeds_beside_others`.
 
     Returns:
-        GB/s of each server without a model; empty if all have what a home has.
+        GB/s of each server without a model; empty if all have ``usual``.
     """
     if not gb_s and max(sharing, default=1) == 1:
         return ()

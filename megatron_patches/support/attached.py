@@ -31,7 +31,9 @@ _MAY_CHANGE = {
 }
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _EXPERTS, _LINEAR = "mlp.experts", ("linear_fc1", "linear_fc2")
-"""In a layer, the path of its experts; and the names of their linear layers, which are called if they have hooks."""
+"""The path of a layer's experts in the layer, and the names of the experts' linear layers.
+
+The ``forward`` of these linear layers runs only if something was added to it, such as a hook."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Attached:
         pool: the attention kernel and transport of the CAD that attached the model. No two CADs share a pool.
         fields: values of the model's configuration, by field.
         modules: for each module inside the model: name, parent module, the module itself, and its class.
-        uncalled: paths in a layer of modules whose ``forward`` never runs, from :func:`never_called`.
+        uncalled: the paths, inside a layer, of modules whose ``forward`` never runs; from :func:`never_called`.
     """
 
     pool: AttentionPool
@@ -52,7 +54,7 @@ class Attached:
 
 
 def never_called(disaggregate: bool, *, hybrid: bool, own_layers: bool) -> tuple[str, ...]:
-    """Returns the paths in a layer of modules whose ``forward`` never runs; "" is the layer itself.
+    """Returns the paths, inside a layer, of modules whose ``forward`` never runs; "" is the layer itself.
 
     Args:
         disaggregate: whether other ranks may compute core attention.
@@ -138,7 +140,7 @@ def _path_in_layer(name: str) -> str | None:
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
     """Returns the values of a configuration by field, without fields that may change.
 
-    Functions are left out too, except ``activation_func``: Megatron sets some of them in every step."""
+    Fields for functions are left out too, because Megatron sets some in every step; ``activation_func`` is not."""
     values = {name: getattr(config, name) for name in _names(type(config))}  # type: ignore[arg-type]  # a class is hashable
     return {
         name: list(value) if isinstance(value, list) else value
