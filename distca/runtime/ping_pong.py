@@ -207,6 +207,9 @@ class _Run:
             self._residuals.append(tuple(residual))
             return self._recurrent_call(layer, nano, routes, before).launch_halo(mixed, g, beta)
         *residual, q, kv = made
+        sink = self._layers[layer].sink  # type: ignore[union-attr]
+        if sink is not None and sink.requires_grad and torch.is_grad_enabled() and not q.requires_grad:
+            q = q.detach().requires_grad_()  # the sinks' gradient comes amid the backward of the call
         self._residuals.append(tuple(residual))
         prefix = self._prefix(routes)
         self._previous_kv = kv
