@@ -45,6 +45,7 @@ from distca.runtime.pool_messages import PoolTerms, Served
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.attach import change_model, check_attachable
 from megatron_patches.experts.balance import LayerLoad
+from megatron_patches.experts.layer import note_trained_experts
 from megatron_patches.experts.lost_step import remember
 from megatron_patches.experts.spec import has_experts
 from megatron_patches.layers.block import block_spec, refuse_other_schedule
@@ -285,6 +286,7 @@ class CAD:
         on_all_ranks(check)
         check_same_frozen(model)
         on_all_ranks(partial(check_trained_biases, model))
+        note_trained_experts(model)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
         if self._stages > 1 and self._given.disaggregate:
             wrapped.config.no_sync_func = refuse_other_schedule

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -26,6 +27,7 @@ from megatron_patches.experts.balance import NanoBatch, balanced, coefficient, w
 from megatron_patches.experts.dispatch import Dispatch
 from megatron_patches.experts.exchange import Exchange
 from megatron_patches.experts.grouped import FoundExperts, computed
+from megatron_patches.layers.full_recompute import differentiable
 
 Parts = Generator[None, None, torch.Tensor]
 """A generator that returns a tensor. It yields twice: while rows travel to experts, and while outputs travel back."""
@@ -102,6 +104,14 @@ class BalancedRouter(TopKRouter):
 
 
 class NanoBatchExperts(MoELayer):
+    """Megatron's layer with experts for the rows of a nano-batch.
+
+    Attributes:
+        is_trained: whether any expert-parallel rank trains a weight of its part of this layer.
+    """
+
+    is_trained = True
+
     def forward(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         """Returns [rows, 1, hidden] the sum of the outputs of each row's experts and the shared expert; and None."""
         return last_of(self.parts(hidden, nano_batch)), None
@@ -109,6 +119,9 @@ class NanoBatchExperts(MoELayer):
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
         """:meth:`forward` as a generator that returns the sum alone."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
+        # Ranks exchange gradients together, also if only some of them have trained experts.
+        if torch.is_grad_enabled() and self.is_trained and (again or self.ep_group.size() > 1):
+            hidden = differentiable(hidden)
         probs, dispatch, count = self._routed(hidden, nano_batch, again)
         exchange = Exchange(dispatch, again)
         launched = exchange.launch_rows(hidden.flatten(0, -2), probs)
@@ -166,6 +179,18 @@ def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors:
         return function(*tensors)
     computed_twice: torch.Tensor = tensor_parallel.checkpoint(function, False, *tensors)
     return computed_twice
+
+
+def note_trained_experts(model: torch.nn.Module) -> None:
+    """Sets ``is_trained`` of a model's layers with experts; all expert-parallel ranks call this function together."""
+    layers = [module for module in model.modules() if isinstance(module, NanoBatchExperts)]
+    if not layers:
+        return
+    trained = [any(weight.requires_grad for weight in layer.parameters()) for layer in layers]
+    anywhere = torch.tensor(trained, dtype=torch.int32, device=next(layers[0].parameters()).device)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, layers[0].ep_group)
+    for layer, each in zip(layers, anywhere.tolist(), strict=True):
+        layer.is_trained = bool(each)
 
 
 def add_biases(model: torch.nn.Module) -> None:

@@ -28,6 +28,7 @@ from distca.ops.rotary import Rotation, split_and_rotate
 from distca.runtime.server import keys_and_values
 from megatron_patches.experts.balance import NanoBatch
 from megatron_patches.experts.layer import NanoBatchExperts
+from megatron_patches.layers.full_recompute import differentiable
 from megatron_patches.layers.rotations import RowRotations
 from megatron_patches.model.added_to_forward import added_to_forward
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
@@ -233,7 +234,9 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             # A checkpointed function may not return a parameter, so the bias is taken from the module.
             has_bias = self.config.add_bias_linear or self.options.mlp_bias
             bias = self.mlp.linear_fc2.bias if has_bias else None
-            transformed = tensor_parallel.checkpoint(lambda x: self.mlp(x)[0], False, normed), bias
+            trained = any(weight.requires_grad for weight in self.mlp.parameters())
+            given = differentiable(normed) if trained else normed
+            transformed = tensor_parallel.checkpoint(lambda x: self.mlp(x)[0], False, given), bias
         else:
             transformed = self.mlp(normed)
         if self.recompute_mlp or keeps_inputs(self.mlp.linear_fc1):

@@ -111,6 +111,33 @@ def _frozen_embedding():
     return found
 
 
+def _few_trained():
+    """By what is trained: gradients of it, where all other weights are trained too, and where they are frozen."""
+    import torch.distributed as dist
+
+    from distca.parity.cases import ParityCase
+    from distca.parity.experts import expert_case
+    from megatron_patches.training.training_step import summed_loss_step
+
+    documents, others = ((13, 12, 25),), ("embedding", "attention.linear", "norm", "output", "router")
+    mine = ("",) if dist.get_rank() == 0 else others  # rank 0 freezes everything
+    cases = {
+        "MLPs": (ParityCase(micro_batches=documents, recompute="mlp"), others),
+        "sinks": (ParityCase(micro_batches=documents, config={"softmax_type": "learnable"}), (*others, "mlp")),
+        "experts of a rank": (expert_case("softmax behind the choice", ep=2, micro_batches=documents), mine),
+    }
+    cases["recomputed experts of a rank"] = (replace(cases["experts of a rank"][0], recompute="mlp"), mine)
+    found = {}
+    for what, (case, frozen) in cases.items():
+        gradients = []
+        for each in ((), frozen):
+            cad, model, step = small_cases.ready(case, frozen=each)
+            cad.forward_backward(step, summed_loss_step, model)
+            gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters() if p.requires_grad})
+        found[what] = gradients
+    return found
+
+
 def _kept_outputs():
     """By way of keeping outputs: reports, gradients of one step, and how many outputs were forgotten in its forward."""
     small_cases.on_cpu()
@@ -137,7 +164,7 @@ def _kept_outputs():
 
 
 def _all(levels):
-    return _run(levels), _offloaded(), _frozen_embedding(), _kept_outputs()
+    return _run(levels), _offloaded(), _frozen_embedding(), _few_trained(), _kept_outputs()
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +187,23 @@ def test_host_memory_changes_no_bit(ranks):
 
 
 def test_layers_over_a_frozen_embedding_learn_with_recomputation_too(ranks):
-    for *_, (kept, *recomputed), _ in ranks:
+    for *_, (kept, *recomputed), _, _ in ranks:
         assert len(kept) > 2
         for gradients in recomputed:
             for name, gradient in kept.items():
                 assert torch.dist(gradients[name], gradient) <= 1e-5 * gradient.norm(), name
                 assert gradient.norm() > 0
+
+
+@pytest.mark.parametrize("what", ["MLPs", "sinks", "experts of a rank", "recomputed experts of a rank"])
+def test_weights_learn_alone_as_they_do_beside_others(ranks, what):
+    counts = []
+    for *_, found, _ in ranks:
+        beside, alone = found[what]
+        counts.append(len(alone))
+        for name, gradient in alone.items():
+            assert torch.dist(gradient, beside[name]) <= 1e-5 * beside[name].norm() and gradient.norm() > 0, name
+    assert counts == {"MLPs": [4, 4], "sinks": [2, 2]}.get(what, [0, 16])
 
 
 def test_kept_outputs_change_no_bit_and_recomputed_segments_keep_theirs(ranks):
