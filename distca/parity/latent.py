@@ -1,8 +1,8 @@
 """Megatron-Core's layer with multi-head latent attention on a CPU.
 
 Megatron-Core's local spec names a DotProductAttention that does not take the widths of keys and values, which its
-latent attention gives it; what it computes takes any. It builds no norm of latent rows without Transformer Engine where
-queries have none.
+latent attention gives it; what it computes takes any. If queries have no latent rows, it builds no projection of
+queries without Transformer Engine. With it, also the projection's input gets a norm; here it has none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class NarrowValues(DotProductAttention):
 
 
 class NormedLatentRows(MLASelfAttention):
-    """Megatron's, in which queries have no latent rows, with the norm that it has in Transformer Engine's layers."""
+    """Megatron's, in which queries have no latent rows, with the norm of keys' and values' latent rows that it has in
+    Transformer Engine's layers."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         linears = dict.fromkeys(("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"), ColumnParallelLinear)
