@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from distca.commands.options import check_least, check_writable
+from distca.commands.options import check_least, check_writable, writing
 from distca.errors import OptionError
 from distca.parity.worlds import OF_EXPERTS, OF_KINDS, USUAL, World
 
@@ -68,7 +68,8 @@ def parity(output: str | None = None, max_ranks: int = 4, kinds: bool = False, e
         for world in worlds:
             rows += run_ranks(world.ranks, _run, world, bool(gpus), asked, timeout=_LONGEST_S, gpus=bool(gpus))[0]
             if output is not None:
-                _write(Path(output), rows, hardware)
+                with writing("output", output):
+                    _write(Path(output), rows, hardware)
             progress.advance(task)
     _show(rows)
     if not _agree(rows):

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from distca.attention import AttentionSpec, KernelName, choose_kernel
 from distca.cluster.interface import LOOPBACK, bind_gloo, on_one_node
-from distca.commands.options import check_head_dim, check_least, check_most, check_writable
+from distca.commands.options import check_head_dim, check_least, check_most, check_writable, writing
 from distca.errors import PlanError
 from distca.log import console
 from distca.plan import AttentionKind, AttentionShape
@@ -108,8 +108,9 @@ def profile(
             raise SystemExit(128 + ended[0]) from None
     path = Path(output or table_name(measured["device"], chosen.name, *measured_for))
     about = {"command": command_line("distca"), "versions": versions()}
-    write_table(path, {**about, **measured, "links": links})
     _show(measured, links)
+    with writing("output", path):
+        write_table(path, {**about, **measured, "links": links})
     console().print(f"Table written to {path}.", highlight=False, soft_wrap=True)
     if ended:
         console().print(f"Ended early: it lacks {', '.join(measured['lacks']) or 'nothing'}.", soft_wrap=True)

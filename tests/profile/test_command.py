@@ -81,6 +81,17 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         command.profile(ranks=3)
 
 
+def test_a_table_that_a_full_disk_does_not_take_is_a_sentence(monkeypatch, capfd):
+    from distca.commands import profile as command
+
+    measured = {"device": "cpu", "kernel": "reference", "validation": None, "linear": None}
+    monkeypatch.setattr(command, "measure_device", lambda *args, **kwargs: measured)
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--head_dim", "32", "--output", "/dev/full"])
+    assert ended.value.code == 2
+    assert "--output is /dev/full, which cannot be written (No space left on device)" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [

@@ -15,6 +15,7 @@ import torch
 
 from distca.attention import AttentionSpec, Kernel, choose_kernel
 from distca.cluster.agreement import of_ranks
+from distca.errors import ConfigError, system_words
 from distca.plan import AttentionShape
 from distca.plan.cost.table_file import find_table, table_name, write_table
 from distca.profile.measure import measure_device
@@ -105,8 +106,14 @@ def _measure(config: RunConfig, kernel: Kernel, shape: AttentionShape, device: t
         kernel, shape, device, dtype, hidden=config.model.hidden, ffn=config.model.ffn, progress=lambda *_: lambda: None
     )
     unfinished = path.with_suffix(".unfinished")  # a later start would take half a table for a whole one
-    write_table(unfinished, _described(measured))
-    unfinished.replace(path)
+    try:
+        write_table(unfinished, _described(measured))
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"output is {config.output}, but the cost table {path} cannot be written ({system_words(error)}); make "
+            "room, or change output or cad.cost_table."
+        ) from None
 
 
 def _described(measured: dict[str, Any]) -> dict[str, Any]:

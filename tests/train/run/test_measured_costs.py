@@ -10,6 +10,7 @@ import torch
 
 from distca.attention import AttentionSpec
 from distca.attention.reference import ReferenceKernel
+from distca.errors import ConfigError
 from distca.plan.cost import table_file
 from distca.profile.timing import EndedEarlyError
 from distca.train.config.cli import parse_run_config
@@ -99,3 +100,13 @@ def test_half_a_table_is_not_taken_by_a_later_start(tmp_path: Path, monkeypatch:
         with pytest.raises(KeyboardInterrupt):
             measured_costs.tables_for(config, measured_costs.kernel_of(config, CPU), CPU, 0)
     assert not list((tmp_path / "cost_tables").glob("*.json"))
+
+
+def test_a_table_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_costs, "find_table", lambda *_, **__: None)
+    monkeypatch.setattr(measured_costs, "measure_device", lambda *_, **__: {})
+    (tmp_path / "cost_tables").mkdir()
+    (tmp_path / "cost_tables" / "cpu_reference_6x3x32.unfinished").symlink_to("/dev/full")
+    config = config_for(tmp_path, 6)
+    with pytest.raises(ConfigError, match=f"output is {tmp_path}, but the cost table .*No space left on device"):
+        measured_costs.tables_for(config, measured_costs.kernel_of(config, CPU), CPU, 0)
