@@ -74,12 +74,13 @@ def check_trained_biases(model: torch.nn.Module) -> None:
 
 
 def check_trained_weights(model: DistributedDataParallel) -> None:
-    """Refuses weights that were frozen, unfrozen, added or replaced after ``CAD.data_parallel``, or left its buffers.
+    """Refuses weights that were frozen, unfrozen, added, replaced or removed after ``CAD.data_parallel``.
 
-    It also refuses hooks on gradients that go to ``main_grad`` only.
+    It also refuses weights whose memory is outside Megatron's buffers, and hooks on gradients that go to ``main_grad``
+    only.
 
     Raises:
-        SupportError: the message names the first weight that is refused.
+        SupportError: the message names the first weight that is refused, or the shape of one that the model lost.
     """
     reduced = model.param_to_bucket_group
     for name, weight in model.named_parameters():
@@ -88,6 +89,14 @@ def check_trained_weights(model: DistributedDataParallel) -> None:
             raise SupportError(
                 f"{_bare(name)} was {what} after CAD.data_parallel, but gradients are reduced for the weights "
                 "that required them then: set requires_grad, and add or replace weights, before CAD.data_parallel."
+            )
+    held = set(model.parameters())
+    for weight in reduced:
+        if weight not in held:
+            raise SupportError(
+                f"A weight of shape {list(weight.shape)} was removed, or replaced by a frozen one, after "
+                "CAD.data_parallel, but gradients are reduced for the weights that required them then: remove, replace "
+                "and freeze weights before CAD.data_parallel."
             )
     _check_places(model)
     _check_hooks(model)

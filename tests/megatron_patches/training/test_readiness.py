@@ -171,6 +171,9 @@ def _changed() -> dict[str, str]:
     weight = ddp.module.decoder.final_layernorm.weight
     weight.data = weight.data.clone()
     said["memory"] = _trained(cad, ddp, step)
+    norm = ddp.module.decoder.final_layernorm
+    norm.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    said["replaced by a frozen one"] = _trained(cad, ddp, step)
     return said
 
 
@@ -442,6 +445,8 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         assert said["documents"] == (
             "The step is a StepDocuments; give a step that CAD.plan_ahead or CAD.plan_step returned."
         )
+        gone = said["replaced by a frozen one"]
+        assert gone.startswith("A weight of shape [") and "was removed, or replaced by a frozen one, after CAD." in gone
         assert said["memory"].startswith("decoder.final_layernorm.weight has other memory than CAD.data_parallel gave")
 
 
