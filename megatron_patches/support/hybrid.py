@@ -48,7 +48,9 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
 def check_hybrid(
     config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
 ) -> None:
-    """Raises SupportError for a setting that does not fit the model's layers: recurrent ones, output gates, or neither.
+    """Raises SupportError for a setting that a HybridModel, recurrent layers or output gates do not support.
+
+    A model option that only one kind of recurrent layer reads is refused too, unless ``pattern`` has such layers.
 
     ``pattern`` is empty for a GPTModel. ``disaggregate`` and ``offload`` are arguments of ``distca.CAD``.
     """
@@ -77,7 +79,8 @@ def check_hybrid(
             replace(options, **{name: getattr(MEGATRONS, name) for name in _IN_HYBRID_MODELS}) != MEGATRONS
         ),
         f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
-        # Megatron's HybridModel makes angles for halves of a head in any case, and turns neighbours by them.
+        # Megatron's HybridModel orders the angles as the rotation of a head's halves needs them, also with
+        # rotary_interleaved, which rotates neighbouring elements.
         "rotary_interleaved is True: set it to False": bool(pattern) and config.rotary_interleaved,
     }
     if delta_nets:

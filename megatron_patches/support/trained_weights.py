@@ -42,7 +42,7 @@ def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) ->
 
 
 def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:
-    """Raises SupportError if a weight is on another type of device than ``device``, or has another dtype.
+    """Raises SupportError if a weight is on another type of device, or has another dtype than ``params_dtype``.
 
     If ``params_dtype`` is bfloat16, any dtype passes, as Megatron casts the weights."""
     for name, weight in model.named_parameters():

@@ -2,8 +2,8 @@
 
 It refuses FP8 and bfloat16 moments of Adam where they cannot be had. Only Transformer Engine's layers compute in FP8.
 
-FP8 has a name for the values from which a tensor's scale is computed (:func:`fp8_of`): the tensor's own ("current"),
-those of earlier steps ("delayed"), or each block's ("blockwise").
+A tensor is scaled before it is rounded to FP8. Three names say which values give the scale (:func:`fp8_of`): the
+tensor's own ("current"), those of earlier steps ("delayed"), or each block's own ("blockwise").
 """
 
 from __future__ import annotations

@@ -55,9 +55,10 @@ def fp8_of(config: TransformerConfig) -> Fp8:
 
 
 def name_fp8(config: TransformerConfig) -> str:
-    """Returns the field that says how a configuration with FP8 scales, and its value, as a message begins.
+    """Returns the beginning of a message about FP8: Megatron's field for the way of scaling, and its value.
 
-    Scripts of users have these words. A trainer replaces what is in backquotes by its own setting and value.
+    Users' own scripts set this field. The trainer replaces both words in backquotes by its own setting and value: the
+    message "`fp8_recipe` is `tensorwise`" becomes "train.fp8 is current".
     """
     return f"`fp8_recipe` is `{config.fp8_recipe}`"
 

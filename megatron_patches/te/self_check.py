@@ -90,7 +90,7 @@ def _products(
         params_dtype=torch.bfloat16,
         device=device,
         fuse_wgrad_accumulation=True,
-        init_method=torch.nn.init.zeros_,  # draws no random numbers, from which the model's weights will be drawn
+        init_method=torch.nn.init.zeros_,  # draws no random numbers, so the check does not change the model's weights
     )
     with torch.no_grad():
         linear.weight.copy_(weight)

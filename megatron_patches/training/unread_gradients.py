@@ -2,8 +2,8 @@
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
 weights without an error. A hook after every step refuses such an optimizer, if none of the trained weights that it
-holds has a ``grad``. It only warns of other optimizers than torch's, if weights stay unchanged. Megatron's own set
-``grad`` or hold copies.
+holds has a ``grad``. It only warns of other optimizers than torch's, if weights stay unchanged. Megatron's own
+optimizers pass: they set ``grad``, or hold copies in place of the weights.
 
 torch's functions for clipping skip such weights too, and are refused likewise.
 """
@@ -28,7 +28,9 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""A warning is logged if an optimizer that is not from torch changes no weight in its first ``STEPS`` steps."""
+"""A warning is logged if an optimizer that is not from torch changes no weight in the ``STEPS`` steps after its first.
+
+Steps with a learning rate of 0 do not count."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
@@ -48,9 +50,11 @@ def note_gradients(model: DistributedDataParallel) -> None:
 
 
 def _check_clipping(function: Any) -> None:
-    """Makes a function of torch for clipping refuse weights without ``grad``, under all names that scripts gave it.
+    """Makes one of torch's functions for clipping refuse weights without ``grad``.
 
-    In torch 2.13 it calls one inner function under torch.no_grad. One that is made otherwise is left alone.
+    A script may have imported the function already, so the function itself must change. In torch 2.13 its closure holds
+    one inner function, which it calls under torch.no_grad. The inner function is replaced here. A function of torch
+    that is made otherwise is left alone.
     """
     closure: tuple[Any, ...] = getattr(function, "__closure__", None) or ()
     if len(closure) != 1 or not callable(closure[0].cell_contents):
@@ -73,7 +77,7 @@ def _check_clipping(function: Any) -> None:
 
 
 def _unread(held: Iterable[torch.Tensor]) -> Iterator[tuple[DistributedDataParallel, list[Any]]]:
-    """Yields the models of which ``held`` has trained weights, and these, if none of them has a ``grad``."""
+    """Yields each model of which ``held`` has trained weights, with these weights, if none of them has a ``grad``."""
     ids = {id(weight) for weight in held}
     for model in list(_trained):
         weights = [weight for weight in model.param_to_bucket_group if id(weight) in ids and not is_fp8(weight)]
