@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,17 +19,14 @@ import pytest
 from distca.cluster import store
 from distca.cluster.store import InterfaceStore, LoopbackStore, own_store
 from distca.errors import LaunchError
-from tests.testing.programs import run
+from tests.testing.programs import Program, run
 
 ROOT = Path(__file__).parents[2]
-LISTENS = """
-import os, time, psutil, torch.distributed as dist
+JOINS = """
+import time, torch.distributed as dist
 dist.init_process_group("gloo")
-process = psutil.Process(os.getppid())
-found = sorted({each.laddr.ip for each in process.net_connections() if each.status == "LISTEN"})
 dist.barrier()
-if dist.get_rank() == 0:
-    print("torchrun listens on", *found, flush=True)
+print("up", flush=True)
 time.sleep(250)
 """
 
@@ -91,23 +89,25 @@ def test_torchruns_stores_are_where_its_ranks_are_and_a_signal_leaves_no_trace(t
     where = ["--standalone"]
     if nodes != "one":
         where = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    (tmp_path / "listens.py").write_text(LISTENS)
-    started = subprocess.Popen(
-        [sys.executable, "-m", "distca.cluster.torchrun", *where, "--nproc-per-node=1", str(tmp_path / "listens.py")],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert started.stdout is not None
+    (tmp_path / "joins.py").write_text(JOINS)
+    words = ["-m", "distca.cluster.torchrun", *where, "--nproc-per-node=1", str(tmp_path / "joins.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    start = subprocess.Popen if nodes == "one" else Program  # how Python ends after a signal is seen once
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as to_out, err.open("w") as to_err:
+        started = start([sys.executable, *words], env=environment, stdout=to_out, stderr=to_err)
     try:
-        assert started.stdout.readline().strip() == "torchrun listens on 127.0.0.1"
+        until = time.monotonic() + 120
+        while out.read_text() != "up\n":
+            assert started.poll() is None and time.monotonic() < until, err.read_text()
+            time.sleep(0.1)
+        connections = psutil.Process(started.pid).net_connections()
+        assert {each.laddr.ip for each in connections if each.status == "LISTEN"} == {"127.0.0.1"}
         started.send_signal(signal.SIGTERM)
-        said = started.communicate(timeout=120)[1]
+        assert started.wait(timeout=120) == 128 + signal.SIGTERM
     finally:
         started.kill()
-    assert started.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in said, said
+    assert "Traceback" not in err.read_text()
 
 
 @pytest.mark.slow
