@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from distca.testing.ranks import run_ranks
 from megatron_patches.versions import has_gated_delta_net
+from tests.testing.worlds import Worlds
 
 TOLERANCE = 1e-5  # relative norms in float32, as for DistCA itself
 CPU = torch.device("cpu")
@@ -21,6 +21,13 @@ TWO_GROUPS = ((0, 1, 0, 1, 0, 1), (1, 0, 0))
 ONE_LONG = ((97,), (1, 1, 2))
 FEW = ((3, 1), (2,))
 FEW_GROUPS = ((0, 1), (1,))
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
 
 
 def _differences(wanted, tp=1, kv_heads=2):
@@ -64,22 +71,22 @@ def _attention_errors(names, lengths):
     ]
 
 
-def test_groups_of_all_and_of_two_of_four_ranks():
+def test_groups_of_all_and_of_two_of_four_ranks(worlds):
     wanted = [(name, SEVERAL, _one_group(SEVERAL)) for name in ("cp4", "cp4-keep", "ring4", "ulysses4")]
     wanted.append(("cp4-keep", FEW, _one_group(FEW)))
     wanted.append(("cp2", SEVERAL, TWO_GROUPS))
     wanted += [(name, FEW, FEW_GROUPS) for name in ("cp2", "ring2", "ulysses2")]
     wanted.append(("packed", SEVERAL, ((3, 2, 1, 0, 3, 1), (1, 0, 2))))
     wanted.append(("variable", FEW, FEW_GROUPS))  # two ranks have no tokens
-    _hold(run_ranks(4, _differences, wanted, 1, 4)[0])
+    _hold(worlds.call(4, _differences, wanted, 1, 4)[0])
 
 
 @pytest.mark.matrix
-def test_further_lengths_in_groups_of_all_and_of_two_of_four_ranks():
+def test_further_lengths_in_groups_of_all_and_of_two_of_four_ranks(worlds):
     wanted = [(name, FEW, _one_group(FEW)) for name in ("cp4", "ring4", "ulysses4")]
     wanted += [(name, ONE_LONG, _one_group(ONE_LONG)) for name in ("cp4-keep", "ring4")]
     wanted += [(name, SEVERAL, TWO_GROUPS) for name in ("ring2", "ulysses2")]
-    _hold(run_ranks(4, _differences, wanted, 1, 4)[0])
+    _hold(worlds.call(4, _differences, wanted, 1, 4)[0])
 
 
 def _hybrid_differences():
@@ -102,18 +109,18 @@ def _hybrid_differences():
 
 
 @pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
-def test_recurrent_layers_at_home_and_by_an_all_to_all_of_heads():
-    _hold(run_ranks(4, _hybrid_differences)[0])
+def test_recurrent_layers_at_home_and_by_an_all_to_all_of_heads(worlds):
+    _hold(worlds.call(4, _hybrid_differences)[0])
 
 
-def test_with_tensor_and_sequence_parallelism():
+def test_with_tensor_and_sequence_parallelism(worlds):
     wanted = [(name, SEVERAL, _one_group(SEVERAL)) for name in ("cp2", "ring2", "ulysses2")]
-    _hold(run_ranks(4, _differences, wanted, 2, 4)[0])
+    _hold(worlds.call(4, _differences, wanted, 2, 4)[0])
 
 
-def test_attention_alone_in_float64():
+def test_attention_alone_in_float64(worlds):
     names = ["cp4", "cp4-keep", "ring4", "ulysses4"]
-    for errors in run_ranks(4, _attention_errors, names, [(13, 7, 1, 59, 3, 1), (301,), (1, 2, 1)])[0]:
+    for errors in worlds.call(4, _attention_errors, names, [(13, 7, 1, 59, 3, 1), (301,), (1, 2, 1)])[0]:
         for name, by_tensor in errors.items():
             assert max(by_tensor.values()) < 1e-12, (name, by_tensor)
 
@@ -236,11 +243,11 @@ FURTHER_KINDS = [(2, False), (1000, False)]
 
 
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(FURTHER_KINDS, marks=pytest.mark.matrix)], ids=["", "further"])
-def test_windows_and_sinks_in_float64(kinds):
+def test_windows_and_sinks_in_float64(worlds, kinds):
     """Windows shorter and longer than pieces, longer than documents; sinks with and without."""
     names = ["packed", "cp3", "cp3-keep", "cp3-halo"]
     lengths = [(13, 7, 1, 129, 3, 1), (301,), (1, 2, 1)]
-    for case, errors in run_ranks(3, _kind_errors, names, lengths, kinds)[0].items():
+    for case, errors in worlds.call(3, _kind_errors, names, lengths, kinds)[0].items():
         for name, by_tensor in errors.items():
             assert max(by_tensor.values()) < 1e-12, (case, name, by_tensor)
 
