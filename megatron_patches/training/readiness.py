@@ -79,7 +79,7 @@ def made_ready(model: Any, step: Step, forward_step: ForwardStep, *, forward_onl
     if isinstance(model, DistributedDataParallel):
         own_schedule = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
         model.config.no_sync_func = refuse_other_schedule if own_schedule else no_sync_of(model)
-    return with_counted_tokens(forward_step)
+    return with_counted_tokens(forward_step, trains=not forward_only)
 
 
 def _let_loss_scale_be_written() -> None:

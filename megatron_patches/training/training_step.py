@@ -178,14 +178,18 @@ of any type.
 """
 
 
-def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
+def with_counted_tokens(forward_step: ForwardStep, *, trains: bool = False) -> ForwardStep:
     """Returns a function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Megatron would also accept a loss without a number of tokens, and divide gradients by the number of micro-batches.
 
+    Args:
+        trains: whether backward follows. Then a loss has to need a gradient: Megatron would leave out its backward
+            without a word, and other ranks would wait for that of this rank's attention.
+
     Raises:
         SupportError: from the returned function, if ``forward_step`` does not take one batch, or it or its loss
-            function does not return what :data:`ForwardStep` says.
+            function does not return what :data:`ForwardStep` says; or if backward follows a loss without a gradient.
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -197,7 +201,7 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
         if not pair or (not callable(returned[1]) and parallel_state.is_pipeline_last_stage()):
             raise SupportError("The forward step has to return the model's output and a loss function of it.")
         output, loss_function = returned
-        return output, partial(_counted, loss_function)
+        return output, partial(_counted, loss_function, trains)
 
     return checked
 
@@ -213,7 +217,7 @@ class _OneBatch(Iterator[Batch]):
         return next(self._batches)
 
 
-def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
+def _counted(loss_function: Callable[[torch.Tensor], Any], trains: bool, output: torch.Tensor) -> Any:
     returned = loss_function(output)
     if not (isinstance(returned, tuple | list) and len(returned) == 3):
         given = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
@@ -224,6 +228,11 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
     total, tokens, report = returned
     if not (isinstance(total, torch.Tensor) and total.numel() == 1):
         raise SupportError("The loss function's first value is no single number; return the sum of all tokens' losses.")
+    if trains and not total.requires_grad:
+        raise SupportError(
+            "The loss function's first value needs no gradient, so this rank would leave out backward, and other ranks "
+            "would wait for it: compute the value from the model's output, also where no token is a target."
+        )
     if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or _is_no_count(tokens):
         raise SupportError(
             "The loss function's second value is no integer tensor with one element; return the number of target "

@@ -116,6 +116,7 @@ def _losses_refused(cad: Any, ddp: Any, step: Any) -> dict[str, str]:
         "two": said("sum", "reported"),
         "each": said("each", "tokens", None),
         "floats": said("sum", torch.ones(()), None),
+        "constant": said(torch.zeros(()), "tokens", None),
         "no function": said(of_step=torch.ones(())),
         "as it should be": said("sum", "tokens", None),
         "of one element": said("sum [1]", "tokens [1, 1]", None),
@@ -250,6 +251,7 @@ def test_losses_without_their_number_of_tokens_are_refused(used: list[dict[str, 
         said = rank["losses"]
         assert said["two"].startswith("SupportError: The loss function returned 2 values; it has to return three")
         assert said["each"].startswith("SupportError: The loss function's first value is no single number")
+        assert said["constant"].startswith("SupportError: The loss function's first value needs no gradient, so this")
         assert said["bool"].startswith("SupportError: The loss function's second value is no integer tensor")
         assert said["two batches"].startswith("SupportError: The forward step took two batches: call next(batches)")
         assert said["no batch"].startswith("SupportError: The forward step took no batch")
