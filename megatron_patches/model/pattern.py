@@ -60,7 +60,7 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
     Raises:
         SupportError: the pattern has an unsupported symbol or no attention; stages have different layers; the number of
             layers, the number of stages or ``num_moe_experts`` does not fit the pattern; or Mamba-2's groups or heads
-            cannot be divided evenly, or its heads have no elements.
+            cannot be divided evenly, or its heads or states have no elements.
     """
     layers, stages = layers_of(pattern), pattern.split(STAGE)
     for symbol in layers:
@@ -98,8 +98,9 @@ def _check_mamba(config: TransformerConfig) -> None:
             f"mamba_num_groups is {groups}, but must be a multiple of tensor_model_parallel_size {tp}, as a rank has "
             "whole groups: change one of the two settings."
         )
-    if config.mamba_head_dim < 1:
-        raise SupportError(f"mamba_head_dim is {config.mamba_head_dim}: set it to at least 1.")
+    for name in ("mamba_head_dim", "mamba_state_dim"):
+        if getattr(config, name) < 1:
+            raise SupportError(f"{name} is {getattr(config, name)}: set it to at least 1.")
     heads = mamba_heads(config)
     if heads < 1 or heads % groups:
         raise SupportError(

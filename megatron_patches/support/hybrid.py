@@ -98,7 +98,7 @@ def check_hybrid(
             raise SupportError(f"{what}, which is not supported where {other}, or leave {what.split()[0]} out.")
     if pattern:
         check_pattern(config, pattern)
-    if DELTA_NET in pattern:  # Megatron checks a GPTModel's sizes itself
+    if delta_nets or DELTA_NET in pattern:
         _check_delta_net(config)
 
 

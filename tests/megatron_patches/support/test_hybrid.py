@@ -25,6 +25,11 @@ NET = {
     "activation_func": functional.silu,
     "num_moe_experts": None,
     "rotary_interleaved": False,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
 }
 _TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _STAGES, _EVEN = {"pipeline_model_parallel_size": 2}, {"linear_attention_freq": 2}
@@ -72,6 +77,7 @@ def test_models_without_either_are_not_looked_at() -> None:
         ({"normalization": "LayerNorm"}, {}, "normalization is 'LayerNorm': set it to 'RMSNorm'"),
         ({"activation_func": functional.gelu}, {}, "activation_func is not SiLU"),
         ({"linear_attention_freq": 1}, {}, "linear_attention_freq is 1, but"),
+        ({"linear_conv_kernel_dim": 0}, {}, "linear_conv_kernel_dim is 0, but the model has gated delta nets"),
         ({"linear_attention_freq": 5}, {}, "set it to a number N from 2 to 4"),
         ({"linear_attention_freq": [1, 1, 1, 1]}, {}, "of which some must have softmax attention"),
         ({"linear_attention_freq": [[1], 0, 0, 1]}, {}, "of which some must have softmax attention"),
@@ -98,11 +104,7 @@ STACK = {
     "mamba_head_dim": 64,
     "mamba_num_groups": 2,
     "mamba_num_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
+    "mamba_state_dim": 8,
 }
 
 
@@ -129,6 +131,7 @@ def test_patterns_that_are_served(pattern: str) -> None:
         ("M-*-", {**_TENSOR_PARALLEL, "tensor_model_parallel_size": 4}, "mamba_num_groups is 2"),
         ("M-*-", {"mamba_num_groups": 0}, "mamba_num_groups is 0"),
         ("M-*-", {"mamba_num_heads": None, "mamba_head_dim": 0}, "mamba_head_dim is 0: set it to at least 1"),
+        ("M-*-", {"mamba_state_dim": 0}, "mamba_state_dim is 0: set it to at least 1"),
         ("M-*-", {"mamba_num_heads": 3}, "mamba_num_heads is 3"),
         ("M-*-", {"mamba_num_heads": None}, "mamba_num_heads is 1, but must be a multiple of mamba_num_groups 2"),
         ("G-*-", {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is None, but the model has gated delta"),
