@@ -150,7 +150,9 @@ def pip_install(project: Project, command: str) -> None:
 
 
 def first_run(project: Project, command: str) -> None:
-    """What the launcher would start is started here, with forked ranks: tests/train/test_servers.py has real ones."""
+    """What the launcher would start is started here, with forked ranks.
+
+    In the matrix, tests/train/test_servers.py has real ones."""
     if not (project.folder / "runs").exists():
         said = checked(project, f"{command} --train.validate_batches 1", STEPS="2")
         project.fork(*dropwhile(lambda word: "=" in word, shlex.split(said)[1:]))  # behind env and its variables
