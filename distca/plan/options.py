@@ -46,19 +46,21 @@ class PlanOptions:
         resend: True if homes send q, k and v again for backward; False if servers keep q, k and v from forward. With
             several stages and ``disaggregate``, ``resend`` must be True.
         disaggregate: False computes the attention of every row at its home.
-        tolerance: how far the slowest server's time may be above the mean, as a fraction of the mean. None takes a
-            value that depends on the number of servers.
+        tolerance: the scheduler ends when the slowest server's time is at most this fraction above the mean. A plan may
+            exceed it. None takes a value that depends on the number of servers.
         links: which servers share a node, and how long bytes take inside a node and between nodes.
         kinds: the kinds of the model's attention layers.
         costs: a cost model for each kind; empty if all kinds have ``cost``.
-        layer_kinds: for each stage and layer, the index of the layer's kind; empty if all layers have the first kind.
+        layer_kinds: for each stage and layer with attention, the index of the layer's kind; empty if all such layers
+            have the first kind.
         non_attention: seconds of linear layers, to balance together with attention; None balances attention alone.
         scheduler: plans one nano-batch, for tests; None takes the default scheduler.
         server_gb_s: network rate of each server without a model, in GB/s; empty takes the rate of ``links``.
         recurrent: whether the model has recurrent layers (linear attention, SSM).
 
     Raises:
-        PlanError: an option is out of its range, or does not fit another option; the message says which.
+        PlanError: an option does not fit another option, or is out of its range; the message says which. Planning
+            itself checks ``nano_batches`` and ``tolerance``.
     """
 
     ranks: int
@@ -135,7 +137,9 @@ class PlanOptions:
     def on_servers(self, cost: CostModel) -> CostModel:
         """Returns ``cost`` as the cost model of all servers.
 
-        All servers are equally fast, unless ``cost`` is a :class:`PoolCost`, which has a table for each server."""
+        A :class:`PoolCost` has a table for each server, and is returned as it is. Another model holds for all servers.
+        With servers without a model it becomes a PoolCost too, for which the scheduler of unlike servers plans: these
+        servers have no other work than attention."""
         if isinstance(cost, PoolCost) or not self.servers:
             return cost
         return PoolCost((cost,), (0,) * self.pool_ranks)
@@ -153,7 +157,7 @@ class PlanOptions:
 
     @property
     def shares_of_layers(self) -> np.ndarray:
-        """Returns [C] the fraction of a stage's layers with each combination."""
+        """Returns [C] the fraction of a stage's layers with attention that have each combination."""
         layers = np.array(self.layer_combinations)
         return np.asarray(np.bincount(layers, minlength=len(self.combinations)) / len(layers))
 

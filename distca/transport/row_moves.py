@@ -146,8 +146,9 @@ class RowMoves:
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
         """Writes the received rows ``packed`` to ``destination``, or adds them to it if a row gets several values.
 
-        Callers must call :meth:`copy_kept` first, because received rows are added to kept rows. A row that gets several
-        values, none of them kept, must hold zeros before."""
+        With a ``reduction``, callers must call :meth:`copy_kept` first, because received rows are added to kept rows. A
+        row that gets several values, none of them kept, must hold zeros before. For moves that were made with ``adds``
+        it holds a value, to which others are added."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
         else:

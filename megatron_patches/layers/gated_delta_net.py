@@ -1,7 +1,8 @@
-"""Builds Megatron-Core 0.19's gated delta net, on CPUs without the package fla; and makes the spec of its layer.
+"""Builds Megatron-Core 0.19's gated delta net without the package fla, and makes the spec of its layer.
 
 A gated delta net is a recurrence in place of softmax attention. Megatron's module supplies weights, projections and
-norm. ``distca/recurrent`` computes the convolution and the recurrence. On GPUs it calls fla for the recurrence.
+norm. ``distca/recurrent`` computes the convolution and the recurrence. On GPUs it calls fla for the
+recurrence; on CPUs nothing needs fla.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class OwnGatedDeltaNet(GatedDeltaNet):
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
-        self.gated_delta_rule = _never_called  # only Megatron's own forward calls it
+        # Without fla this is None, which Megatron's constructor refuses. Only Megatron's own forward would call it.
+        self.gated_delta_rule = _never_called
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
         _never_called()

@@ -20,12 +20,14 @@ from distca.plan.sorting import order_by
 
 @dataclass(frozen=True, eq=False)
 class DocumentPieces:
-    """The pieces of all documents of a micro-batch, sorted by (document, start).
+    """The pieces of all documents that are planned together, sorted by (document, start). These are the documents of a
+    micro-batch; with pipeline stages, of the micro-batches of all stages.
 
     Attributes:
         ranks: number of ranks in the layouts.
         nano: [P] nano-batch of each piece: 0 for ping, 1 for pong.
-        shards: [P] document, start and stop in the document, rank, and first row in the rank's tensor.
+        shards: [P] document, start and stop in the document, rank, and first row in the rank's tensor of this
+            nano-batch.
     """
 
     ranks: int
@@ -34,7 +36,7 @@ class DocumentPieces:
 
     @staticmethod
     def of(layouts: Sequence[Layout]) -> DocumentPieces:
-        """Returns the pieces of a micro-batch; ``layouts`` has the documents' rows on each rank, for each nano-batch.
+        """Returns the pieces; ``layouts`` has the documents' rows on each rank, for each nano-batch.
 
         Ranges that follow each other in a document and in a rank's tensor become one piece."""
         # Ranges are sorted by document and start. "joins" is whether a range continues the piece of the range before.
