@@ -54,6 +54,7 @@ class Members:
     def __init__(self, meeting: PoolStore, everyone: list[Member], own: int, homes: int) -> None:
         self._meeting, self.everyone, self.own, self.homes = meeting, everyone, own, homes
         self._for_watch: PoolStore | None = None
+        self._left = f"left/{own - homes}"
 
     @staticmethod
     def of_homes(servers: int) -> Members:
@@ -96,7 +97,11 @@ class Members:
         me = Member.here()
         if me in everyone:
             return Members(meeting, everyone, homes + number, homes)
-        return Members(meeting, [*everyone, me], len(everyone), homes)  # this server comes during the run
+        members = Members(meeting, [*everyone, me], len(everyone), homes)  # this server comes during the run
+        arrival = meeting.count("later", 1) - 1
+        members._left = f"left/later/{arrival}"
+        meeting.put(f"later/{arrival}", me)
+        return members
 
     @property
     def is_server(self) -> bool:
@@ -124,7 +129,7 @@ class Members:
         store = self._for_watch = self._for_watch or PoolStore(self.store.clone(), "run")  # type: ignore[attr-defined]
         if not store.has("over"):
             return False
-        store.put(f"left/{self.own - self.homes}", True)
+        store.put(self._left, True)
         return True
 
     def let_servers_go(self) -> None:
@@ -134,12 +139,20 @@ class Members:
             return
         self._meeting.put("over", True)
         until = time.monotonic() + _LEAVING_S
-        for number, server in enumerate(self.everyone[self.homes :]):
-            while server.process.is_running() and not self._meeting.has(f"left/{number}"):
+        for key, server in self._servers().items():
+            while server.process.is_running() and not self._meeting.has(f"left/{key}"):
                 if time.monotonic() > until:
-                    logger.warning("Server %d has not ended in %.0f s after the run.", number, _LEAVING_S)
+                    what = key.replace("later/", "that came later, number ")
+                    logger.warning("Server %s has not ended in %.0f s after the run.", what, _LEAVING_S)
                     break
                 time.sleep(POLL_S)
+
+    def _servers(self) -> dict[str, Member]:
+        """Returns all servers, also those that came during the run, by what follows "left/" where they leave."""
+        found = {str(number): server for number, server in enumerate(self.everyone[self.homes :])}
+        later = [f"later/{arrival}" for arrival in range(self._meeting.count("later"))]
+        # A server that has died between its two writes is missing.
+        return found | {key: self._meeting.take(key) for key in later if self._meeting.has(key)}
 
 
 def tell_of_end(store: dist.Store, number: int, why: str) -> None:

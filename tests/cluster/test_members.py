@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from distca.cluster.interface import LOOPBACK
 from distca.cluster.members import Members
 from distca.cluster.pool_store import PoolStore
-from distca.cluster.process import Member
+from distca.cluster.process import Member, Process
 
 
 def test_a_server_hears_of_the_end_while_its_connection_to_the_store_waits() -> None:
@@ -33,3 +34,20 @@ def test_a_server_hears_of_the_end_while_its_connection_to_the_store_waits() -> 
     assert time.monotonic() - began < 1
     assert PoolStore(homes, "run").has("left/0")
     waiting.join()
+
+
+def test_homes_wait_at_the_end_for_servers_that_came_later() -> None:
+    homes = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    meeting = PoolStore(homes, "run")
+    home, first = (Member("there", replace(Process.here(), pid=2**22 + number)) for number in (1, 2))
+    meeting.put("members", (1, [home, first]))
+    later = [Members.of_server(dist.TCPStore(LOOPBACK, homes.port, is_master=False), 0) for _ in range(2)]
+    ends = threading.Thread(target=Members(meeting, [home, first], own=0, homes=1).let_servers_go)
+    ends.start()
+    for server in later:
+        ends.join(0.2)
+        assert ends.is_alive()
+        while not server.is_over():
+            time.sleep(0.01)
+    ends.join(5)
+    assert not ends.is_alive()

@@ -36,14 +36,6 @@ machines._CPU_RANKS = {HOMES}
 say.leave(lambda: pretrain.launch(sys.argv[1:]))
 """
 """pretrain_llama.sh with fewer CPU ranks, as each imports for seconds."""
-HOME = """
-import time
-from distca.train.run.main import main
-main()
-time.sleep(3)
-"""
-"""A home that ends no sooner than a process does that was not forked: a server that came late is not waited for, and
-asks every second whether the run is over."""
 
 
 @dataclass
@@ -82,12 +74,11 @@ def _forked(line: list[str], environment: dict[str, str], folder: Path, log: IO[
     told = ["--config", str(ROOT / "configs" / "tiny.yaml"), *settings(Launcher.TRAINING, VARIABLES), *line]
     with patch.object(machines, "_CPU_RANKS", HOMES):
         found = machines.find_machines(Launcher.TRAINING, VARIABLES, environment)
-        homes = start.command(found, sys.executable, [str(folder / "home.py"), *told], environment)
+        homes = start.command(found, sys.executable, [str(ROOT / "pretrain_llama.py"), *told], environment)
         servers = start.servers_command(found, sys.executable, environment)
     homes, of_homes = _split(homes)
     words, of_server = _split(servers)
     again = words[-3:], environment | of_server | {"SERVER": "0", "LOCAL_RANK": words[-5]}
-    (folder / "home.py").write_text(HOME)
     pids = folder / "pids"
     pids.mkdir()
     run = Program(homes, environment | of_homes | {PIDS: str(pids)}, stderr=log)
