@@ -97,6 +97,7 @@ def test_experts_keep_their_products_and_what_is_put_out(name):
     functions = {"sigmoid_gelu": sigmoid_gelu, "quick_gelu": quick_gelu}
     function = functions.get(name) or getattr(torch.nn.functional, name)
     fields = {"gated_linear_unit": True, "activation_func_fp8_input_store": False, "activation_func": function}
+    fields["bias_activation_fusion"] = False
     config = SimpleNamespace(**fields, activation_func_clamp_value=0.5, glu_linear_offset=1.0)
     generator = torch.Generator().manual_seed(6)
     x, probs = (torch.randn(9, *n, generator=generator).double().requires_grad_() for n in ([2 * WIDTH], []))

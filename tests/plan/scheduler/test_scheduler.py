@@ -258,8 +258,8 @@ def test_no_documents_no_tasks(ranks: int, nano_batches: int) -> None:
     [
         ({"tolerance": -0.1}, "tolerance is -0.1"),
         ({"tolerance": float("nan")}, "tolerance is nan"),
-        ({"direction": "forward", "other_seconds": [1.0]}, "2 seconds of 0 or more"),
-        ({"other_seconds": [0.0, 1.0]}, "2 seconds of 0 or more for each direction"),
+        ({"direction": "forward", "other_seconds": [1.0]}, "2 numbers of 0 or more"),
+        ({"other_seconds": [0.0, 1.0]}, "2 numbers of 0 or more for each direction"),
     ],
 )
 def test_mistakes_are_sentences(options: dict, words: str) -> None:
