@@ -98,5 +98,7 @@ class Recurrence:
 
     @property
     def operations(self) -> int:
-        """Returns the floating-point operations of one row in forward: the convolution and the products with S."""
+        """Returns the floating-point operations of one row in forward.
+
+        Counted are the convolution and, for each number of S, two for each of Sᵀk (delta rule only), k uᵀ and Sᵀq."""
         return (6 if self.delta else 4) * math.prod(self.state_shape) + 2 * self.kernel * self.channels

@@ -1,7 +1,8 @@
 """The messages between homes, which are the ranks that train, and servers without a model, which compute attention.
 
-Homes and servers write these objects, pickled, into the store of their *pool* (:mod:`distca.cluster.pool_store`). A
-*generation* is the pool while its members stay the same.
+Homes and servers write these objects, pickled, into the store of their *pool* (:mod:`distca.cluster.pool_store`). This
+pool has all homes and all servers, of every tensor-parallel rank. A *generation* is the pool while its members stay the
+same.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from distca.errors import SupportError
 from distca.plan import PlanOptions
 
 FORMING = timedelta(seconds=20)
-"""The longest time for the processes of a later generation to connect. After it, homes start another generation. The
-first generation has TIMEOUT, after which the run ends."""
+"""The longest time for the processes of a later generation to connect by gloo. After it, homes start another
+generation. NCCL waits without end, so the run ends then. The first generation has TIMEOUT, after which the run ends."""
 
 
 @dataclass(frozen=True)

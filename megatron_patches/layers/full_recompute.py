@@ -1,10 +1,11 @@
 """Full recomputation of GPTModels, for ``distca.CAD(disaggregate=False, recompute="all")``.
 
-Megatron's ``recompute_granularity="full"`` would pass ``attention_mask`` to autograd's ``save_for_backward``, which
-takes only tensors. In this project the mask is an object that describes the micro-batch, so a closure holds it.
+Megatron's ``recompute_granularity="full"`` would, without FP8, pass ``attention_mask`` to autograd's
+``save_for_backward``, which takes only tensors. In this project the mask is an object that describes the micro-batch,
+so a closure holds it.
 
-With disaggregation ``block.py`` recomputes layers. Without it ``hybrid_stack.py`` does so in HybridModels. Both only
-take :func:`differentiable` from here.
+With disaggregation ``block.py`` recomputes layers but for their attention. Without it ``hybrid_stack.py`` recomputes
+HybridModels' layers. These, and recomputed MLPs and experts, only take :func:`differentiable` from here.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 ``distca/plan/step.py`` does this if documents may move to another micro-batch.
 
-A document is cut if it has clearly more attention work than a rank has on average in its micro-batch. In a micro-batch
+A document with clearly more attention work than a rank has on average in its micro-batch must be cut. In a micro-batch
 with documents of similar length this is rare. So documents are dealt longest first, and one micro-batch is filled after
-the other. Micro-batches may have unequal work, because the work of each is balanced over the ranks by itself.
+the other. Micro-batches may have unequal work, because the work of each is balanced over the ranks by itself. Shorter
+documents may be cut too, where a rank or nano-batch is full.
 
 With pipeline stages, the first and the last micro-batches get the longest documents: while they run, some stages have
 no micro-batch and compute attention of other stages.
