@@ -64,7 +64,7 @@ class Plan:
         before: the tasks of the previous nano-batch, if servers keep the k,v rows of these tasks; else None.
         windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for a kind of which
             this plan has no layer.
-        kind: [D] int64 index in ``windows`` of each document's kind of layer; None if all are 0.
+        kind: [D] int64 index in ``windows`` of each document's kind of layer; None stands for 0 everywhere.
     """
 
     layout: Layout

@@ -57,9 +57,8 @@ class WholeRows(IdentityOp):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with another constructor.
 
-    Megatron's constructor refuses :class:`ReplicatedLinear`. With ``qk_layernorm``, but without latent rows of queries,
-    it also builds no projection of queries without Transformer Engine. ``norm_epsilon`` is the epsilon of all norms of
-    latent rows.
+    Megatron's constructor refuses :class:`ReplicatedLinear`. Without Transformer Engine it also refuses
+    ``qk_layernorm`` if queries have no latent rows. ``norm_epsilon`` is the epsilon of all norms of latent rows.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class Step:
         vocabulary: all token ids of this rank are below this number; None if ids were not checked.
         announced: the number of the step in orders to servers without a model; 0 without such servers, and on ranks
             other than 0.
-        generation: how often the set of servers without a model had changed when the step was planned.
+        generation: the number of the servers' generation for which the step was planned (``server_members.py``).
         queued: ``CAD.forward_backward`` calls it when the step's last kernel is queued. ``CAD.plan_ahead`` then begins
             to plan the next step; without a call it begins when the loop asks for that step.
     """
@@ -187,6 +187,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
     """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences
+    # All stages have the same sequence of attention and recurrences, so the first one's holds for this stage.
     here, me = recurrences[: len(recurrences) // options.stages], options.pool_rank(stage, taker.rank)
 
     def pieces(phase: Phase) -> dict[int, tuple[RecurrentRoutes, ...]]:

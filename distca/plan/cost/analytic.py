@@ -1,4 +1,6 @@
-"""Formulas for the seconds of attention tasks, for planning without a measured table.
+"""Formulas for the seconds of attention tasks.
+
+Planning uses them if it has no measured table. A measured table holds factors on these formulas.
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document. Each query sees all keys up to its own position,
 or with a *window* of w keys the last w of these keys. A *pair* is a query and a key that the query sees.
@@ -83,7 +85,8 @@ class AnalyticCost(CostModel):
 def analytic_cost(
     heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128, value_dim: int = 0
 ) -> AnalyticCost:
-    """Returns a formula for flash-attn-4 on an H200, fitted by least squares and scaled to these heads.
+    """Returns a formula for flash-attn-4 on an H200, fitted by least squares and scaled to these heads. It
+    also has seconds of linear layers, from the FLOP/s of their products in forward and in backward.
 
     The fit is for 32 query heads and 8 k,v heads of size 128. It is within 9 % of seven measured rates in forward, and
     within 6 % in backward (benchmarks/results/planner.md). ``block`` is the query rows of one kernel tile. The other
@@ -95,7 +98,7 @@ def analytic_cost(
     width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
     share, share_backward = width / 4096, width_backward / 4096
     # Each product has 2 FLOPs per pair and column, so forward has 4 and backward 10. The terms' other figures are the
-    # fit, for a width of 4096.
+    # fit, for a width of 4096. Linear layers have 2 FLOPs per weight and row in forward, and 4 in backward.
     return AnalyticCost(
         shape,
         block,
