@@ -41,10 +41,15 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     listed = isinstance(every, list | tuple) and len(every) == config.num_layers
     if listed and 0 in every and 1 in every and all(each in (0, 1) for each in every):
         return bool(every[layer_number - 1])
+    if config.num_layers < 2:
+        raise SupportError(
+            f"linear_attention_freq is {every!r}, but num_layers is {config.num_layers}: beside recurrent layers a "
+            "model needs layers with softmax attention; set num_layers to 2 or more."
+        )
     raise SupportError(
         f"linear_attention_freq is {every!r}, but the model has {config.num_layers} layers, of which some must have "
-        f"softmax attention: set it to a number N from 2 to {config.num_layers}, so that every N-th layer has "
-        "attention, or to a list with a 1 for each recurrent layer and a 0 for each layer with attention."
+        "softmax attention and some be recurrent. With a number N every N-th layer has attention: "
+        f"set it to a number N from 2 to {config.num_layers}, or to a list with a 1 for each recurrent layer, else 0."
     )
 
 

@@ -114,8 +114,8 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
         raise SupportError(f"{name_fp8(config)}, but {reason}: leave `fp8` out.")
     if config.fp8_param and config.use_cpu_initialization:
         raise SupportError(
-            "fp8_param is True, but use_cpu_initialization draws weights after the optimizer's copies of them were "
-            "made, and the copies would keep earlier values: set use_cpu_initialization to False."
+            "fp8_param is True, but use_cpu_initialization draws weights after Transformer Engine has kept unrounded "
+            "copies for the optimizer, and the copies have earlier values: set use_cpu_initialization to False."
         )
     if config.fp8_param and config.tp_only_amax_red and fp8 == "delayed":
         raise SupportError(

@@ -28,9 +28,9 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""A warning is logged if an optimizer that is not from torch changes no weight in the ``STEPS`` steps after its first.
+"""Rank 0 warns if an optimizer that is not from torch changes no weight in the ``STEPS`` steps after its first.
 
-Steps with a learning rate of 0 do not count."""
+Steps with a learning rate of 0 do not count. If gradients are zero in the last of these steps, there is no warning."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
@@ -77,7 +77,9 @@ def _check_clipping(function: Any) -> None:
 
 
 def _unread(held: Iterable[torch.Tensor]) -> Iterator[tuple[DistributedDataParallel, list[Any]]]:
-    """Yields each model of which ``held`` has trained weights, with these weights, if none of them has a ``grad``."""
+    """Yields each model of which ``held`` has trained weights, with these weights, if none of them has a ``grad``.
+
+    FP8 weights are left out: only Megatron's optimizers update them."""
     ids = {id(weight) for weight in held}
     for model in list(_trained):
         weights = [weight for weight in model.param_to_bucket_group if id(weight) in ids and not is_fp8(weight)]

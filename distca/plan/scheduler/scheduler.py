@@ -8,8 +8,9 @@ its two parts. With pipeline stages, one call is for all stages that run such la
 - A server's *load* is its seconds of attention. Its *target* is the load that it should have (``target_load.py``), and
   its *limit* is the target plus a fraction of the mean load.
 
-``balancer.py`` moves ranges from servers above their limit to other servers. Rising limits are tried, until a plan has
-no server above its limit. The scheduler is greedy, as in arXiv 2510.18121, section 5.2.
+``balancer.py`` moves ranges from servers above their limit to other servers. Rising limits are tried with few cuts, and
+then again with costlier ones, until a plan has no server above its limit or the tolerance. The scheduler is greedy, as
+in arXiv 2510.18121, section 5.2.
 
 Array legend: R servers, K directions (forward and backward, or one of them). ``benchmarks/planner_constants.py``
 compares constants with other values; benchmarks/results/planner.md has the results.
@@ -98,7 +99,7 @@ def schedule(
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
             server with less other work gets more attention. None if all servers have equally much.
         growth: for each ``direction``, the [K] sum of tasks' seconds in the previous plan, over that sum without cuts.
-            It is used, and replaced in the dict, only if servers are not equally fast. None stands for no cuts.
+            It is used, and replaced in the dict, only if ``cost`` is a ``PoolCost``. None stands for no cuts.
 
     Returns:
         A plan that computes every query row once. Equal arguments give equal plans.
@@ -127,7 +128,7 @@ def schedule(
 
 @dataclass
 class _Search:
-    """Tries limits, each for a whole plan, until a plan has no server above its limit.
+    """Tries limits, each for a whole plan, until a plan has no server above its limit or the tolerance.
 
     Attributes:
         moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
@@ -151,9 +152,10 @@ class _Search:
         self.best = self.home.tasks
 
     def run(self, tolerance: float, least: float) -> bool:
-        """Tries a few rising limits, and then all limits with costlier cuts; ``least`` is :func:`_least_imbalance`.
+        """Tries a few rising limits, and then the tolerance and higher limits with costlier cuts.
 
-        Returns False if a finer tolerance may give a better plan."""
+        Limits that are no better than the best plan are left out. ``least`` is :func:`_least_imbalance`. Returns False
+        if a finer tolerance may give a better plan."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
@@ -161,7 +163,8 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # A usual try ends early if no range can leave a server that is above the next try's limit.
+            # A usual try ends early if no range can leave a server that is above the next usual try's limit.
+            # The last usual try takes its own limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
             # Cuts add work, so the mean load and the limits rise while work moves. Servers that were filled early then
             # have room again, but too little for a range. So from the second try with costlier cuts on, limits are
@@ -172,7 +175,7 @@ class _Search:
             if over <= max(aim, tolerance) + ENOUGH:
                 break
         if over > tolerance + ENOUGH:
-            logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
+            logger.debug("A tolerance of %.3f was wanted; the last plan that was tried has %.3f.", tolerance, over)
             return True
         return self.best is not self.home.tasks or self.lowest <= 1 + tolerance
 
@@ -191,11 +194,11 @@ class _Search:
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
             state = SchedulerState(start, self.work, self.target, tolerance=aim, links=self.links, expected=expected)
-            unit = np.maximum(state.mean, 1e-300)
+            mean = np.maximum(state.mean, 1e-300)
             if start is self.home:
-                self.before = state.slowest
+                self.before, unit = state.slowest, mean
                 self.lowest = min(self.lowest, state.figure(unit))
-            timer = Timer(self.work, unit.tolist(), overhead)
+            timer = Timer(self.work, mean.tolist(), overhead)
             Balancer(state, timer, *self.moved_bytes).run(at_most, tolerance)
             tasks = state.joined()
             self.grown = state.mean
@@ -213,7 +216,8 @@ class _Search:
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
     """Estimates how far the best plan's slowest server is above the mean load, as a fraction of the mean load.
 
-    For "both" a server with the mean load in one direction may have more in the other. So each server's load at home is
+    For "both" a server with the mean load in one direction may have more in the other. Moves of ranges change that
+    little. So each server's load at home is
     divided by the mean load, in both directions, and the larger quotient is taken. The estimate is the mean of these
     over servers, minus 1. For one direction the result is 0."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]

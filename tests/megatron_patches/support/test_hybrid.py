@@ -79,6 +79,7 @@ def test_models_without_either_are_not_looked_at() -> None:
         ({"linear_attention_freq": 1}, {}, "linear_attention_freq is 1, but"),
         ({"linear_conv_kernel_dim": 0}, {}, "linear_conv_kernel_dim is 0, but the model has gated delta nets"),
         ({"linear_attention_freq": 5}, {}, "set it to a number N from 2 to 4"),
+        ({"linear_attention_freq": 1, "num_layers": 1}, {}, "set num_layers to 2 or more"),
         ({"linear_attention_freq": [1, 1, 1, 1]}, {}, "of which some must have softmax attention"),
         ({"linear_attention_freq": [[1], 0, 0, 1]}, {}, "of which some must have softmax attention"),
         ({}, {"options": ModelOptions(norms="post")}, "`model_options` are not the defaults"),
