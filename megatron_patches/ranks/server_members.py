@@ -1,18 +1,18 @@
 """The servers that a home knows: how they join at the start, how they leave, and how others come during a run.
 
 The ranks that train are called *homes*. In this file a *server* is a process without a model, which only computes core
-attention for homes. A *pool* is all homes with the same tensor-parallel rank, and their servers. Each pool has a
-process group, in which homes and servers exchange rows of q, k, v and outputs.
+attention for homes. All homes with the same tensor-parallel rank, and their servers, have a process group. In it they
+exchange rows of q, k, v and outputs.
 
-Homes and servers write messages to each other into a key-value store, which all of them reach. On the homes' side only
-rank 0 does so, and tells the other homes. At the start:
+Homes and servers write messages to each other into a key-value store, which all of them reach. Of the homes only rank 0
+reads and writes these, and tells the other homes. At the start:
 
 1. Each server writes who it is, a :class:`Comer`.
 2. Rank 0 writes what homes compute. Each server answers with the kernel of core attention that it has chosen.
 3. Rank 0 writes the list of servers, and the process groups form.
 
-When a server leaves or another one comes, there is a new list and there are new process groups: a new *generation* of
-the pool.
+When a server leaves or another one comes, there is a new list and there are new process groups: a new *generation*. It
+has the homes and servers of all tensor-parallel ranks.
 
 ``distca/runtime/attention_server.py`` is the servers' side.
 """
@@ -62,18 +62,18 @@ from megatron_patches.support.servers import check_gpus
 logger = logging.getLogger(__name__)
 
 _COMING = TIMEOUT - timedelta(seconds=30)
-"""The time in which all first servers have to come, and in which each has to choose its kernel or measure its table.
-Other homes wait for rank 0 for ``TIMEOUT``. Rank 0 must give up earlier, so that it can tell them why."""
+"""The time in which all first servers have to come, then choose their kernels, and then measure tables. Other homes
+wait for rank 0 for ``TIMEOUT``. Rank 0 must give up earlier, so that it can tell them why."""
 _HERE = timedelta(seconds=15)
 """The time that rank 0 waits for a server's answer once the pool has formed. After it the run goes on without the
 server. On types of devices that ``MAY_GO`` does not name, ``TIMEOUT`` holds instead."""
 _LATE_S = 40.0
-"""Homes end if a process group has not formed this many seconds after its time limit (``patience``). Gloo keeps to the
-limit, but NCCL waits without end for a member that is lost, or that it cannot reach."""
+"""Homes with a watch over ranks end if a process group has not formed this many seconds after its time limit
+(``patience``). Gloo keeps to the limit. NCCL waits without end for a member that is lost, or that it cannot reach."""
 _TRIES = 5
 """The most attempts to form a generation; then the run ends."""
 _TRIES_WITH_NEW = 2
-"""The most attempts with servers that came during the run; later attempts leave them out."""
+"""The most attempts with servers that come in this change; later attempts leave them out."""
 _pools = count()
 """Numbers :class:`ServerMembers` objects in the order of their creation, which is the same on all homes."""
 
@@ -134,10 +134,9 @@ class ServerMembers:
 
     def _first(self, servers: int) -> list[Comer]:
         """Waits for the servers with which the run begins, and returns them by number."""
-        until, found = time.monotonic() + _COMING.total_seconds(), list[Comer]()
+        left, found = _until_all_came(), list[Comer]()
         for number in range(servers):
-            rest = timedelta(seconds=max(0.0, until - time.monotonic()))
-            found.append(self._store.take(f"server/{number}", rest, _MISSING.format(number, servers)))
+            found.append(self._store.take(f"server/{number}", left(), _MISSING.format(number, servers)))
         return found
 
     @property
@@ -189,7 +188,7 @@ class ServerMembers:
             KernelError: a server has no usable kernel, or not the one that the user named. All homes raise it.
             LaunchError: a server has ended, or does not answer. All homes raise it.
         """
-        answers: list[KernelAnswer] = of_first_rank(lambda: [self._kernel_of(each) for each in self._servers])
+        answers: list[KernelAnswer] = of_first_rank(self._kernels)
         for each, answer in zip(self._servers, answers, strict=True):
             if answer.objection:
                 raise KernelError(f"On server {each.number} of the pool: {answer.objection}")
@@ -210,18 +209,22 @@ class ServerMembers:
                 chosen[sort] = each
         for each in self._servers:
             self._store.put(f"measure/{each.process}", each in chosen.values())
+        left = _until_all_came()
         for sort, each in chosen.items():
             logger.info("No cost table fits %s: server %d measures one, for about two minutes.", sort, each.number)
-            self._answers(f"table/{each.process}", each, _COMING)
+            self._answers(f"table/{each.process}", each, left())
             table = self._store.take(f"table/{each.process}", timedelta(0), _NO_TABLE.format(each.number))
             if table is not None:
                 write_table(folder / table_name(*sort, *heads, value_dim=spec.value_dim), table)
 
-    def _kernel_of(self, server: Comer) -> KernelAnswer:
-        key = f"kernel/{server.process}"
-        self._answers(key, server, _COMING)
-        # All the waiting was done above. Without an answer by now, take() must raise at once.
-        found: KernelAnswer = self._store.take(key, timedelta(0), _NO_KERNEL.format(server.number))
+    def _kernels(self) -> list[KernelAnswer]:
+        """Waits for each server's choice of a kernel."""
+        left, found = _until_all_came(), list[KernelAnswer]()
+        for server in self._servers:
+            key = f"kernel/{server.process}"
+            self._answers(key, server, left())
+            # All the waiting was done above. Without an answer by now, take() must raise at once.
+            found.append(self._store.take(key, timedelta(0), _NO_KERNEL.format(server.number)))
         return found
 
     def begin(self, terms: PoolTerms) -> None:
@@ -300,7 +303,7 @@ class ServerMembers:
                 found = [(whole_places(self._servers, self._tp, here.__contains__) + new, new)]
                 if attempt == _TRIES_WITH_NEW and came:
                     logger.warning(
-                        "Of the servers that came during the run, %s left out, as the pool did not form with them: "
+                        "Of the servers that came now, %s left out, as the pool did not form with them: "
                         "look at their output, and whether all ranks can reach their machine.",
                         servers_are([each.number for each in came]),
                     )
@@ -312,7 +315,7 @@ class ServerMembers:
             try:
                 self.transport.use(self._group(FORMING))
             except RuntimeError:
-                logger.warning("A server went while the pool was formed.", exc_info=True)
+                logger.warning("The pool did not form: a member went, or could not be reached.", exc_info=True)
                 self.transport.give_up()
             if not self._anywhere(self.transport.broken):
                 self._begin_watch()
@@ -333,7 +336,7 @@ class ServerMembers:
 
         Returns False if the server has ended, or needs longer than ``patience``; None stands for ``_HERE``."""
         usual = _HERE if self._may_change else TIMEOUT
-        until = time.monotonic() + (patience or usual).total_seconds()
+        until = time.monotonic() + (usual if patience is None else patience).total_seconds()
         while not self._store.has(key):
             if (self._may_change and self._is_gone(server)) or time.monotonic() > until:
                 return self._store.has(key)
@@ -373,6 +376,12 @@ class ServerMembers:
         said = torch.tensor([float(so)], device=self._asking)
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said.item())
+
+
+def _until_all_came() -> Callable[[], timedelta]:
+    """Returns a function of what is left of ``_COMING``, which begins now and is for all servers together."""
+    until = time.monotonic() + _COMING.total_seconds()
+    return lambda: timedelta(seconds=max(0.0, until - time.monotonic()))
 
 
 def _device_of(server: Comer) -> str | Process:

@@ -1,9 +1,10 @@
 """Makes a step: plans one global batch, and brings this rank's part of the batch to its device.
 
-A row is the hidden state of one token. The plan gives every row a data-parallel rank, which computes linear layers for
-it. With ``disaggregate`` it divides core attention into tasks. Each task goes to a rank of any pipeline stage, or to a
-*server without a model*: a process that computes attention only. A rank's *routes* list the rows that it sends and
-receives, and its tasks. Every rank calls :func:`make_step` with the same documents, and computes the same plan.
+A *row* is what a tensor holds for one token: its id and label in a batch, its hidden state in a layer, or its q, k and
+v. The plan gives every row a data-parallel rank, which computes linear layers for it. With ``disaggregate`` it divides
+core attention into tasks. Each task goes to a rank of any pipeline stage, or to a *server without a model*: a process
+that computes attention only. A rank's *routes* list the rows that it sends and receives, and its tasks. Every rank
+calls :func:`make_step` with the same documents, and computes the same plan.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def make_step(
     Raises:
         FailedPlanError: the planner failed with an unexpected error.
         PlanError: documents cannot be laid out over ranks; a document spans ranks while ``options.disaggregate`` is
-            False; or a server without a model computed a different plan.
+            False; or a server without a model could not plan, or computed a different plan.
         LaunchError: a server without a model does not answer, and the run cannot go on without it.
         DataError: a document on this rank has a token id that is no whole number from 0 to ``taker.vocabulary`` - 1.
     """

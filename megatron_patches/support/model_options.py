@@ -34,6 +34,7 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     """Refuses rotary settings of a GPTModel that no layer uses.
 
     A layer uses them if ``rotations`` is empty or its entry is None, and ``no_rope_freq`` does not skip the layer.
+    Recurrent layers are not told apart here.
 
     Args:
         model: built with the configuration for which :func:`check_model_options` accepted ``options``.

@@ -496,6 +496,23 @@ def test_a_server_that_does_not_come_is_named_on_all_homes() -> None:
         assert words.startswith(said) and together
 
 
+def test_servers_choose_kernels_and_measure_in_one_time_together() -> None:
+    members, left = object.__new__(server_members.ServerMembers), []
+
+    class Store:
+        def has(self, key: str) -> bool:
+            return False
+
+        def take(self, key: str, patience: timedelta, why: str) -> None:
+            left.append(time.monotonic() - began)
+
+    members._servers = [Comer(number, "", "cpu", "", Process.here()) for number in range(3)]
+    members._store, members._may_change, began = Store(), False, time.monotonic()  # type: ignore[assignment]
+    with patch.object(server_members, "_COMING", timedelta(seconds=0.2)):
+        members._kernels()
+    assert len(left) == 3 and 0.2 <= left[0] <= left[2] < 0.6
+
+
 def _failed_choice() -> list[Any]:
     """What homes say of a server whose choice of a kernel fails for no reason that is known, and whether they saw signs
     of life of it before it chose."""

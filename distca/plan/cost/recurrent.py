@@ -1,9 +1,9 @@
-"""Estimates the time of the core of a recurrent layer, for the simulator: as a number of weights.
+"""Estimates the time of a recurrent layer's recurrence, for the simulator: as a number of weights.
 
-A matrix product with this number of weights takes as long as the core, for equally many rows. The *core* is the layer
-without its projections. Its time per row is proportional to the number of elements of its recurrent state, that of a
-matrix product to the number of weights. Example: in forward, a gated delta net whose state has 1,000 elements takes as
-long as a matrix product with 39,500 weights.
+A matrix product with this number of weights takes as long as the recurrence, for equally many rows. Projections and the
+convolution are counted elsewhere. The time per row is taken as proportional to the number of elements of the state.
+With few heads on a GPU the source has more: 1.9 times as much in forward with 8 heads of 128 × 128. Example: in
+forward, a gated delta net whose state has 1,000 elements takes as long as a matrix product with 39,500 weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORWARD, _BACKWARD = 39.5, 56.8
 
 | femtoseconds per row | forward | backward | source |
 |---|---|---|---|
-| a weight | 2.79 | 5.84 | distca/plan/cost/tables |
+| a weight | 2.79 | 5.84 | distca/plan/cost/tables/h200_flash4_32x8x128.json |
 | an element of the state, with the gated delta rule | 110 | 332 | flash-linear-attention 0.5.1: 1.89 ms and 5.70 ms |
 
 The milliseconds are for 32,768 rows and 32 states of 128 × 128 elements, from benchmark/benchmark_results_H200.txt of
@@ -30,7 +30,7 @@ measured."""
 
 @dataclass(frozen=True)
 class CoreWeights:
-    """The number of weights of a matrix product that takes as long as the core."""
+    """The number of weights of a matrix product that takes as long as the recurrence."""
 
     forward: float
     backward: float
