@@ -133,7 +133,8 @@ class _Search:
     Attributes:
         moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
         lowest: :meth:`SchedulerState.figure` of ``best``: the slowest server's seconds, over the mean load before work
-            moved. So seconds that cuts add to all servers count too.
+            moved. So seconds that cuts add to all servers count too. If a limit takes several rounds, a later round
+            divides by the mean load at its beginning, with the cuts of the rounds before.
         before: [K] :attr:`SchedulerState.slowest` of ``home``.
         grown: [K] mean load after the newest try; cuts raise it.
     """
@@ -194,11 +195,11 @@ class _Search:
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
             state = SchedulerState(start, self.work, self.target, tolerance=aim, links=self.links, expected=expected)
-            mean = np.maximum(state.mean, 1e-300)
+            unit = np.maximum(state.mean, 1e-300)
             if start is self.home:
-                self.before, unit = state.slowest, mean
+                self.before = state.slowest
                 self.lowest = min(self.lowest, state.figure(unit))
-            timer = Timer(self.work, mean.tolist(), overhead)
+            timer = Timer(self.work, unit.tolist(), overhead)
             Balancer(state, timer, *self.moved_bytes).run(at_most, tolerance)
             tasks = state.joined()
             self.grown = state.mean
