@@ -43,6 +43,10 @@ def use_cpu() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
+    # At the first use of a device as a context torch notes its factories. They must be torch's own, or no later context
+    # has an effect. transformers then leaves rotary frequencies of a loaded model without values.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # If Megatron was imported before ``before_import.py`` replaced torch.compile, this turns compiling off.
