@@ -37,8 +37,10 @@ def written_yaml(content: Any) -> str:
     return text
 
 
-def reads_as_null(text: str) -> bool:
-    """Whether jsonargparse reads a text as YAML's null, such as "null", "~", a comment or "&name"."""
+def is_null_by_chance(text: str) -> bool:
+    """Whether jsonargparse reads a text as YAML's null, such as "~", a comment or "&name" that is no word for null."""
+    if text in ("null", "Null", "NULL"):
+        return False
     text = text.strip()
     # A plain text that begins so is null only as a word, which is not worth a parser's time.
     if text[:1].isalnum() or text[:1] in "/._":

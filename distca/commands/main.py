@@ -15,7 +15,7 @@ import jsonargparse
 from distca.commands.parser import CommandParser, Refused, explained, with_options
 from distca.errors import DistcaError, OptionError
 from distca.log import console, die, setup_logging
-from distca.yaml_file import reads_as_null
+from distca.yaml_file import is_null_by_chance
 
 # Command, or group and its commands, and where their functions are.
 COMMANDS: dict[str, str | dict[str, str]] = {
@@ -76,7 +76,7 @@ def _check_not_null(arguments: Sequence[str]) -> None:
     """OptionError where the text of an option would be taken as if the option was not given."""
     for before, argument in pairwise(["", *arguments]):
         option, _, value = argument.partition("=") if argument.startswith("--") else (before, "", argument)
-        if option.startswith("--") and value not in ("null", "Null", "NULL") and reads_as_null(value):
+        if option.startswith("--") and is_null_by_chance(value):
             raise OptionError(f"{option} is {value!r}, which YAML reads as null; choose another text, or write null.")
 
 

@@ -30,7 +30,7 @@ from distca.plan.phases import Phase
 from distca.simulate.cad_recurrent import CoreNanoBatch, Recurrent
 from distca.simulate.experts import ExpertLayers
 from distca.simulate.fabric import Exchange
-from distca.simulate.job import VALUE, Job
+from distca.simulate.job import Job
 from distca.simulate.streams import Arrival, Streams
 from distca.simulate.workload import Workload
 from distca.sizes.fp8_shapes import rows_multiple
@@ -362,6 +362,6 @@ class Cad:
         rows = np.sum([plan.layout.q_rows for plan in phase.plans], axis=0)
         target = source + (ranks if direction == "forward" else -ranks)
         some = (source < job.homes) & (target >= 0) & (target < job.homes)
-        size = rows * job.model.hidden * VALUE / job.tp
+        size = job.residual_bytes(rows)
         exchange = job.fabric.exchange(source[some], target[some], size[some])
         return self._streams.launch(exchange, "activations" if direction == "forward" else "gradients")

@@ -137,7 +137,7 @@ class ExpertLayers:
         # A sum reads several rows and writes one, so it takes about half of a copy.
         exchanged = {"there": there, "back": there / 2} if job.ep > 1 else {}
         times = exchanged.get(what, 0.0) if what != "experts" else 1.5 * experts.topk + there / 2
-        return job.copied(times * rows * job.model.hidden * VALUE / job.tp)
+        return job.copied(times * job.residual_bytes(rows))
 
 
 def exchange_of_experts(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

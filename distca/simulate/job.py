@@ -355,6 +355,10 @@ class Job:
         """Seconds per row of recurrent cores; only in a model that has some."""
         return self._seconds.core(self.recurrence)
 
+    def residual_bytes(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the bytes of a GPU's share of ``rows`` of the residual stream, or of their gradients."""
+        return np.asarray(rows * self.model.hidden * VALUE / self.tp)
+
     @property
     def _gathered(self) -> float:
         """Seconds per row of one all-gather or reduce-scatter of the residual stream over the tensor-parallel ranks."""

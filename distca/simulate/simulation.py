@@ -23,7 +23,7 @@ from distca.simulate.baseline import BaselineLayers
 from distca.simulate.baseline_attention import DealtAttention, deal_micro_batch, work_of
 from distca.simulate.baseline_recurrent import check_heads
 from distca.simulate.cad import Cad, planned
-from distca.simulate.job import VALUE, Job
+from distca.simulate.job import Job
 from distca.simulate.prediction import Prediction
 from distca.simulate.reduction import StepEnd, step_end
 from distca.simulate.streams import Span, Streams
@@ -180,7 +180,7 @@ def _with_stages(
     # Activations of each micro-batch go to the next stage, and gradients to the one before.
     neighbours = np.repeat(2.0, job.pp)
     neighbours[[0, -1]] = 1
-    streams.sent += len(dealt) * np.outer(neighbours, _passed_on(job, rows)).ravel()
+    streams.sent += len(dealt) * np.outer(neighbours, job.residual_bytes(rows)).ravel()
     end = step_end(job, 0.0, 0.0)
     peak = np.concatenate([_baseline_memory(job, mode, dealt, number) for number in range(job.pp)])
     return _prediction(job, mode.name, workload, streams, attention, end, peak)
@@ -231,15 +231,10 @@ def _hop(job: Job, rows: np.ndarray) -> np.ndarray:
 
     Rank r of a stage sends to rank r of the next one. If there are several nodes, all of these count as sent to another
     node."""
-    size, fabric = _passed_on(job, rows), job.fabric
+    size, fabric = job.residual_bytes(rows), job.fabric
     near, far = (fabric.nvlink, fabric.nvlink_latency), (fabric.network, fabric.network_latency)
     rate, latency = near if fabric.one_node else far
     return np.asarray(size / rate + latency)
-
-
-def _passed_on(job: Job, rows: np.ndarray) -> np.ndarray:
-    """Returns [L] bytes of the activations or gradients of ``rows`` [L] between two stages."""
-    return np.asarray(rows * job.model.hidden * VALUE / job.tp)
 
 
 def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int) -> list[Span]:

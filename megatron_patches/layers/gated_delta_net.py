@@ -1,8 +1,8 @@
 """Builds Megatron-Core 0.19's gated delta net without the package fla, and makes the spec of its layer.
 
 A gated delta net is a recurrence in place of softmax attention. Megatron's module supplies weights, projections and
-norm. ``distca/recurrent`` computes the convolution and the recurrence. On GPUs it calls fla for the
-recurrence; on CPUs nothing needs fla.
+norm. ``distca/recurrent`` computes the convolution and the recurrence. On GPUs it calls fla for the recurrence;
+on CPUs nothing needs fla.
 """
 
 from __future__ import annotations

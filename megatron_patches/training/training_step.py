@@ -178,7 +178,7 @@ of any type.
 """
 
 
-def with_counted_tokens(forward_step: ForwardStep, *, trains: bool = False) -> ForwardStep:
+def with_counted_tokens(forward_step: ForwardStep, *, trains: bool) -> ForwardStep:
     """Returns a function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Megatron would also accept a loss without a number of tokens, and divide gradients by the number of micro-batches.

@@ -23,15 +23,13 @@ from distca.errors import ConfigError, system_words
 from distca.train.config.initial import check_same_shape, settings_of_folder
 from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.words import takes, value_refused
-from distca.yaml_file import read_yaml, reads_as_null, written_yaml
+from distca.yaml_file import is_null_by_chance, read_yaml, written_yaml
 
 # (setting, value that one may well try) and what to write for it.
 _INSTEAD = {
     ("train.recompute", "true"): "write mlp, or all where memory is short",
     ("train.recompute", "false"): "write none",
 }
-_NULL = ("null", "Null", "NULL")
-"""The texts by which users mean null."""
 _NEVER_EMPTY = ("output", "checkpoint.resume", "checkpoint.init_from", "checkpoint.export", "log.wandb")
 """An empty text would pass for none here, where perhaps a variable of a user's script is not set."""
 
@@ -246,9 +244,7 @@ def _check_arguments(arguments: list[str]) -> None:
 
 def _check_not_null(setting: str, value: object) -> None:
     """Refuse a text that jsonargparse would read as null without a word: it reads texts as YAML."""
-    if not isinstance(value, str) or value in _NULL or not reads_as_null(value):
-        return
-    if NoneType in get_args(_hint(setting)):
+    if isinstance(value, str) and is_null_by_chance(value) and NoneType in get_args(_hint(setting)):
         first = value.strip()[0]
         raise ConfigError(
             f"{setting} is {value!r}, which YAML reads as {'a comment, so as ' if first == '#' else ''}null; choose a "
