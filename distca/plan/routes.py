@@ -38,7 +38,7 @@ class Route:
             rows from another node. It runs after ``kv``, and for gradients before. None if no rank is a gateway.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' regions, laid end to end.
-        kind: [T] int64 index of each task in the plan's ``windows``, which has one window for each kind of layer.
+        kind: [T] int64 index of each task's kind of layer in the plan's ``windows``, which have one entry per kind.
     """
 
     rank: int
@@ -160,8 +160,8 @@ def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segm
     holds from the first. A server copies nothing if its tasks share no rows, and need no rows from the previous part.
     ``peer`` is the server of each copy. ``Routes.__init__`` explains the arguments."""
     # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. Two
-    # copies become one if their rows follow each other in the buffer and in the regions. Both must be for the last
-    # task of a context, which "is_last" marks.
+    # copies become one if their rows follow each other in the buffer and in the regions. That is so if each copy is for
+    # the last task of its context ("is_last"), and the second region has no kept rows.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
     is_last = np.append(context[1:] != context[:-1], True)[: len(tasks)]
     kept = contexts.begin - contexts.first

@@ -78,11 +78,11 @@ def serve(
         store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
         number: this server's number, from 0. Servers have different numbers; a new one may take a dead one's number.
         pool: number of the pool, from 0. The training script's first ``distca.CAD`` with servers has pool 0.
-        patience: the longest wait until homes come.
+        patience: the longest wait until homes come, and then for each of their messages before the first generation.
         measure: measures a cost table that homes lack, before the first generation; None measures none.
 
     Raises:
-        LaunchError: no homes come in time, or homes are silent for ``HOMES_QUIET``.
+        LaunchError: homes keep this server waiting for more than ``patience``, or later for ``HOMES_QUIET``.
         SupportError: homes compute on GPUs and this process on a CPU, or the reverse.
         KernelError: the kernel that homes name cannot run in this process, or computes wrong results.
         RefusedServerError: this server came while homes train, and cannot join: its number or its GPU is taken, homes
@@ -131,8 +131,8 @@ def _serve(
             meeting.put(f"table/{me.process}", measure(kernel, replace(asked.spec, device=device)) if measure else None)
     first: Generation = meeting.take("generation/0", patience)
     if joins_later:
-        # The homes have begun without this process, which now asks to join the next generation. The answer to an
-        # earlier call of serve() may still come, and has another name.
+        # The homes have begun without this process, which now asks to join the next generation. Homes may still answer
+        # what the process asked in an earlier call of serve(). That answer has another arrival in its key.
         me = replace(me, arrival=meeting.count("comers", 1) - 1)
         meeting.put(f"comer/{me.arrival}", me)
         answer = meeting.take(f"welcome/{me.arrival}", HOMES_QUIET)

@@ -1,7 +1,7 @@
 """The base class of ``AttentionCall`` and ``RecurrentCall``, which run a layer's core as a chain of autograd nodes.
 
-The *core* of a layer is its attention or recurrence. One node launches a transfer of rows, and a later node joins it,
-which means that it waits for the transfer's end.
+The *core* of a layer is its attention or recurrence. One node launches a transfer of rows. A later node *joins* the
+transfer: the node waits for the transfer's end.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ class StateRoutes:
         sends_state: indices of this rank's pieces whose own state is sent, in sending order.
         sends_transition: indices of this rank's pieces whose transition is sent, in sending order.
         states, transitions: moves of own states and of transitions; each is one row.
-        chains: one entry for each document of which this rank computes a state. An entry is the document's index, and
-            a link for each piece of this nano-batch that these states need, in order. A link says in which received
-            rows A and B of the piece lie. In the nano-batch that is computed second (in backward, ping), a chain goes
-            on from the state with which the first nano-batch's chain ended.
+        chains: one entry for each document of which this rank computes a state: the document's index, and its chain.
+            The chain has a link for each piece of this nano-batch from which these states are computed, in order. A
+            link says in which received rows A and B of the piece lie. In the nano-batch that is computed second (in
+            backward, ping), the chain begins with the state with which the document's chain ended in the other.
     """
 
     sends_state: list[int]
@@ -101,8 +101,8 @@ class RecurrentRoutes:
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
         """Returns these routes with the backward transfers of ``other``.
 
-        With pipeline stages, the transfers of a micro-batch also carry rows of micro-batches on other stages. Which
-        micro-batches these are differs between forward and backward."""
+        With pipeline stages, the transfers of a micro-batch also carry rows of micro-batches on other stages. While
+        this stage runs the backward, other stages run other micro-batches than during the forward."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 

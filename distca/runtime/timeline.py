@@ -68,7 +68,7 @@ class Timeline:
 
     @contextmanager
     def compute(self, name: str, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Records the work queued inside the block as a span; ``kinds`` names kinds of layers in the span's name."""
+        """Records the work queued inside the block as a span, whose name ends with ``kinds`` if there are any."""
         if not self.recording:
             yield
             return

@@ -1,7 +1,7 @@
 """Transport over torch.distributed (NCCL on GPUs, gloo on CPUs).
 
-An *exchange* moves rows of several tensors, its *parts*, between all ranks. A part of which rows travel is one
-all-to-all, or two if it has two *hops* (:class:`distca.transport.interface.Hops`).
+An *exchange* moves rows of several tensors, its *parts*, between all ranks. Each part takes one all-to-all, or two if
+the part has two *hops* (:class:`distca.transport.interface.Hops`). A part takes none if all rows stay on their ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CollectiveTransport:
                 handle.hand_on()
         elif hops.second:
             self._newest = handle
-        # After the start of the all-to-alls, so that the copies run while other rows travel.
+        # These copies come after the start of the all-to-alls, so that the copies run while other rows travel.
         for part in parts:
             part.moves.copy_kept(part.source, part.destination)
         return handle

@@ -1,8 +1,8 @@
 """Undoes a step's changes to the counts of experts' rows, before ``distca.CAD`` repeats the step.
 
-A step is repeated if a *server without a model*, a process that only computes attention, is lost. The repeated step
-sets gradients to zero, but would count the lost step's rows too. Counts are in routers' buffers and in
-``model.expert_load``.
+A step is repeated if a *server without a model*, a process that only computes attention, is lost. By then the step may
+have changed gradients and counts. The repetition sets gradients to zero, but not counts. Counts are in routers' buffers
+and in ``model.expert_load``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Late servers: servers without a model that come during a run, and wait until the ranks that train let them join.
 
-The ranks that train are called *homes*; only their first one creates these objects. A *pool* is all homes with the same
-tensor-parallel rank, and their servers. A late server raises the count "comers" in a :class:`PoolStore`, which homes
-and servers share. Then it writes a :class:`Comer` there, under the number that it got.
+The ranks that train are called *homes*. Only the first home makes a :class:`LateServers`. A *pool* is all homes with
+the same tensor-parallel rank, and their servers. Homes and servers share a :class:`PoolStore`. There a late server
+raises the count "comers" by 1. Then the server writes a :class:`Comer` under the old count. Example: the first late
+server raises "comers" from 0 to 1 and writes "comer/0".
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ class LateServers:
         self._refuse_shared_gpus(servers)
 
     def _refuse_shared_gpus(self, servers: Sequence[Comer]) -> None:
-        """Refuses servers on a taken GPU, with which no process group could form, and those that would join with them.
+        """Refuses servers on a GPU of a home or of another server in their pool: no process group could form then.
 
-        Servers join ``tp`` at a time, one for each tensor-parallel rank.
+        Servers join ``tp`` at a time, one for each tensor-parallel rank. Those that would join together with a refused
+        server are refused too.
         """
         stay = whole_places(servers, self._tp, self.stays)
         joining = self.joining()
@@ -120,9 +122,10 @@ class LateServers:
 
 
 def whole_places(servers: Sequence[Comer], tp: int, can_stay: Callable[[Comer], bool]) -> list[Comer]:
-    """Returns the servers that stay in the pool; ``can_stay`` says of a server whether it could.
+    """Returns the servers that stay in the pool. ``can_stay`` says whether one server is able to stay.
 
-    Each ``tp`` consecutive servers, one for each tensor-parallel rank, stay or leave together.
+    Each ``tp`` consecutive servers, one for each tensor-parallel rank, stay or leave together. They stay if all of them
+    are able to.
     """
     places = [servers[at : at + tp] for at in range(0, len(servers), tp)]
     return [each for place in places if all(map(can_stay, place)) for each in place]

@@ -79,8 +79,8 @@ def check_hybrid(
             replace(options, **{name: getattr(MEGATRONS, name) for name in _IN_HYBRID_MODELS}) != MEGATRONS
         ),
         f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
-        # Megatron's HybridModel orders the angles as the rotation of a head's halves needs them, also with
-        # rotary_interleaved, which rotates neighbouring elements.
+        # RoPE rotates pairs of elements: one from each half of a head, or with rotary_interleaved two neighbours.
+        # Megatron's HybridModel orders the angles for halves even with rotary_interleaved.
         "rotary_interleaved is True: set it to False": bool(pattern) and config.rotary_interleaved,
     }
     if delta_nets:
@@ -122,7 +122,9 @@ def _check_delta_net(config: TransformerConfig) -> None:
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses stages whose i-th layers differ in kind (attention or recurrent): the i-th layers of all run together."""
+    """Refuses stages whose i-th layers differ in kind, attention or recurrent.
+
+    The i-th layers of all stages run together."""
     recurrent = [is_recurrent(config, 1 + n) for n in range(config.num_layers)]
     stages = config.pipeline_model_parallel_size
     size = config.num_layers // stages

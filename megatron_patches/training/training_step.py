@@ -83,7 +83,9 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds ``weights_gathered``: with a distributed optimizer False until weights are first gathered, else True."""
+    """Adds the attribute ``weights_gathered`` to the model.
+
+    With a distributed optimizer the attribute is False until ranks first gather the weights. Without one it is True."""
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **options: Any) -> None:
@@ -184,8 +186,8 @@ def with_counted_tokens(forward_step: ForwardStep, *, trains: bool) -> ForwardSt
     Megatron would also accept a loss without a number of tokens, and divide gradients by the number of micro-batches.
 
     Args:
-        trains: whether backward follows. Then a loss has to need a gradient: Megatron would leave out its backward
-            without a word, and other ranks would wait for that of this rank's attention.
+        trains: whether backward follows. Then each loss must need a gradient. Otherwise Megatron would silently leave
+            out this rank's backward, and other ranks would wait for this rank's part in attention's backward.
 
     Raises:
         SupportError: from the returned function, if ``forward_step`` does not take one batch, or it or its loss
@@ -231,7 +233,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], trains: bool, output:
     if trains and not total.requires_grad:
         raise SupportError(
             "The loss function's first value needs no gradient, so this rank would leave out backward, and other ranks "
-            "would wait for it: compute the value from the model's output, also where no token is a target."
+            "would wait for this rank: compute the value from the model's output, also where no token is a target."
         )
     if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or _is_no_count(tokens):
         raise SupportError(

@@ -48,7 +48,7 @@ class TravellingCost(CostModel):
         return self.kernel.per_direction(direction, q_rows, kv_rows) + self._travels(direction, q_rows, kv_rows)
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        # Parts of a task have its query rows together, and the last part has all its keys, so they save no travel.
+        # Cutting a task saves no travel: the parts together have all its query rows, and the last part all its keys.
         return self.kernel.least(direction, q_rows, kv_rows) + self._travels(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:

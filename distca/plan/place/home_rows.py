@@ -35,7 +35,7 @@ def home_rows(
 
     Args:
         length: [D] tokens of each document.
-        budgets: for each nano-batch, the [R] tokens of ranks.
+        budgets: for each nano-batch, the [R] numbers of tokens that ranks get.
         work: gives the attention time of query ranges.
         node: [R] node of every rank.
 
@@ -53,8 +53,9 @@ def home_rows(
     in_ping = 0
     for nano, budget in enumerate(budgets):
         # This nano-batch has the rows [low, high) of all documents but filler. The rows of shares are placed first, and
-        # rows beyond a rank's budget move to a rank with room. "fixed" are ranges that fit on no rank whole, or that
-        # ``shares.py`` dealt to no rank. "fixed" and then filler are laid end to end, and cut where a rank's room ends.
+        # rows beyond a rank's budget move to a rank with room. "fixed" are ranges for which no rank has room enough, or
+        # that ``shares.py`` dealt to no rank. Fixed ranges and then filler are laid end to end, and cut where a rank's
+        # room ends.
         low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
         begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
         placed = [ranges_of_shares(shares.document, shares.rank, begin, end, low, high)]

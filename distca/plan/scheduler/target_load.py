@@ -114,9 +114,10 @@ class TargetLoad:
         return np.asarray(np.maximum(last[:, None] - self._other, 0.0))
 
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
-        """Returns the [K] seconds of which a tolerance is a fraction: ``mean``, the [K] attention per server.
+        """Returns [K] seconds. The scheduler lets a server exceed its target by a fraction of them, the tolerance.
 
-        If servers differ in speed, each is the average of ``mean`` over directions."""
+        They are ``mean``, the attention per server. If servers differ in speed, each direction gets the average
+        of ``mean`` over directions."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 
     def work_in(self, seconds: np.ndarray) -> np.ndarray:

@@ -61,8 +61,9 @@ class Sent:
     Attributes:
         events: CUDA events, at the ends of all writes or copies.
         held: tensors that must stay alive until the events occur.
-        peers: the peers that must consume hop ``reuses`` before the writes begin.
-        reuses: number of the last hop to consume before writes; 0 for no wait.
+        peers: the peers to which the writes go; for copies, the peers of the writes before them.
+        reuses: the writes begin once ``peers`` have consumed all hops up to this number, because the writes reuse these
+            hops' place in receive buffers. 0 for no wait.
     """
 
     events: list[Event]
@@ -129,7 +130,7 @@ class IntranodePeers:
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
         """Queues the writes and signals of hop ``number``, behind what the current stream has queued so far.
 
-        ``puts`` has the rows for each peer. Writes to a peer wait until the peer has consumed hop ``reuses``."""
+        ``puts`` has the rows for each peer. Writes to a peer wait until it has consumed all hops up to ``reuses``."""
         ready = self._queue.mark(self._queue.current_stream())
         small = {peer: pieces for peer, pieces in puts.items() if self._is_small(pieces)}
         large = {peer: pieces for peer, pieces in puts.items() if peer not in small}
@@ -143,7 +144,7 @@ class IntranodePeers:
         """Copies the rows of ``parts`` that stay on this rank.
 
         If the rows of a part are in few, long ranges, copy engines (kernels before CUDA 13) copy them after the writes
-        ``behind``. A kernel on the current stream copies other parts. Returns a token for the copy engines' copies;
+        ``behind``. A kernel on the current stream copies other parts. Returns the copies of the copy engines;
         None if there are none."""
         by_engine = []
         for part in parts:
