@@ -93,7 +93,7 @@ class PlanOptions:
         if min(self.align, self.shares) < 1 or self.align % self.shares:
             raise PlanError(
                 f"align is {self.align} and shares is {self.shares}; set both to 1 or more, and align to a multiple of "
-                "shares: the tensor-parallel ranks of a rank get equally many rows."
+                "shares: the tensor-parallel ranks of a data-parallel rank get equally many rows."
             )
         self._check_servers()
         layers = [len(each) for each in self.layer_kinds]
@@ -137,9 +137,9 @@ class PlanOptions:
     def on_servers(self, cost: CostModel) -> CostModel:
         """Returns ``cost`` as the cost model of all servers.
 
-        A :class:`PoolCost` has a table for each server, and is returned as it is. Another model holds for all servers.
-        With servers without a model it becomes a PoolCost too, for which the scheduler of unlike servers plans: these
-        servers have no other work than attention."""
+        A :class:`PoolCost` has a table for each server, and is returned as it is. Any other model holds for all
+        servers. If some servers have no model, ``cost`` is returned inside a PoolCost, for which ``unlike.py`` plans:
+        servers are then unlike, because only homes have other work beside attention."""
         if isinstance(cost, PoolCost) or not self.servers:
             return cost
         return PoolCost((cost,), (0,) * self.pool_ranks)

@@ -61,7 +61,7 @@ class SharedRows:
 
 _MOST_COPIES = 3
 """Up to this many ranges of rows are copied in a launch each. If there are more, one launch copies all their rows.
-Without the CUDA library every range has a launch, because torch would copy all rows to a tensor of its own first."""
+Without the CUDA library every range has a launch, because torch would first copy all rows into a temporary tensor."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from distca.errors import SupportError
 from distca.plan import PlanOptions
 
 FORMING = timedelta(seconds=20)
-"""The longest time for the processes of a later generation to connect by gloo. After it, homes start another
-generation. NCCL waits without end, so the run ends then. The first generation has TIMEOUT, after which the run ends."""
+"""The time limit for the processes of a later generation to connect. If gloo does not connect them in time, homes start
+another generation. NCCL keeps to no time limit, so with NCCL homes end the run instead. For the first generation the
+limit is ``TIMEOUT``, after which the run ends."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class KernelTerms:
     Attributes:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
         kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
-        measures: whether each of ``servers`` then waits to be told whether to measure a cost table.
+        measures: whether homes will tell each of ``servers``, after its answer, whether to measure a cost table.
     """
 
     servers: tuple[Comer, ...]
@@ -102,8 +103,8 @@ class Generation:
         servers: the servers, in the order of their ranks in the pool, which follow the homes' ranks. With
             tensor-parallel size ``tp``, the servers i · ``tp`` to i · ``tp`` + ``tp`` - 1 have the same rank, each in
             its own process group.
-        told: the number of the generation's first message among those that rank 0 of the homes numbers in the store
-            (``PoolStore.tell``), such as plans.
+        told: the number of the generation's first message. Rank 0 of the homes numbers all of its messages to servers,
+            such as plans (``PoolStore.tell``).
     """
 
     number: int

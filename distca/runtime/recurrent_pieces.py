@@ -91,8 +91,8 @@ def states_before(
     In ``backward``, S is the gradient of a state, Aᵀ takes the place of A, and the pieces are in reverse order.
 
     Args:
-        arrived: own states and transitions of pieces, one a row.
-        routes: the rows of ``arrived`` for each piece (:class:`distca.plan.recurrent.chains.Link`).
+        arrived: a tensor of own states and a tensor of transitions, with one of a piece in each row.
+        routes: gives each piece's rows in these tensors (:class:`distca.plan.recurrent.chains.Link`).
         passed: by document, S behind its pieces in the nano-batch that was computed before this one.
 
     Returns:

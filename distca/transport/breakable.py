@@ -1,8 +1,9 @@
 """A transport between ranks that train (*homes*) and processes without a model that compute attention (*servers*).
 
 If a server dies, exchanges of rows fail. Homes do not stop, because other homes would wait for them in Megatron's
-collectives. They run the step to its end, with zeros, or with NCCL perhaps any numbers, in place of the rows. After the
-step, :meth:`BreakableTransport.came_to_end` returns False, and homes repeat the step without the dead server.
+collectives. They run the step to its end with wrong rows in place of the rows that failed to come: zeros, or with NCCL
+perhaps any numbers. After the step, :meth:`BreakableTransport.came_to_end` returns False, and homes repeat the step
+without the dead server.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class BreakableTransport:
         goes_on: whether exchanges deliver zeros after a rank has gone (on homes), or raise an error (on servers).
 
     Attributes:
-        broken: True until :meth:`use` is called, and again once the group was left: on homes as soon as it has failed,
-            on servers when :meth:`give_up` is called.
+        broken: True before :meth:`use`, after :meth:`break_off`, and after this rank has left the group. Homes leave
+            the group as soon as an exchange fails, and servers only when :meth:`give_up` is called.
     """
 
     def __init__(self, goes_on: bool) -> None:

@@ -1,7 +1,7 @@
-"""Computes a rank's experts at once where it can, in place of the loop in Megatron's SequentialMLP.
+"""Computes all experts of a rank together if possible, in place of the loop in Megatron's SequentialMLP.
 
 A *pair* is a row and one of this rank's experts that the row goes to. A row that goes to two experts makes two pairs.
-One *grouped product* multiplies each pair's row by the weight of the pair's expert, for all pairs at once.
+One *grouped product* multiplies each pair's row by the weight matrix of the pair's expert, for all pairs together.
 
 Shape suffixes: P pairs, sorted by expert; H hidden; F columns of an expert's first product.
 """
@@ -31,12 +31,12 @@ class FoundExperts:
     Attributes:
         module: Megatron's experts.
         weights: those of the first linear layers, and those of the second. None if Megatron's loop must run, because
-            grouped products would compute something else. An example is a linear layer with hooks or a forward of its
-            own.
+            grouped products would compute something else than the loop. An example is a linear layer with hooks or a
+            forward of its own.
         biases: those of the first linear layers, and those of the second; None without biases or ``weights``.
-        last_first: whether the last expert's pairs come first. Megatron's DDP with a distributed optimizer lays weights
-            in memory in reverse order. A grouped product would copy all weights if its pairs were sorted in another
-            order of experts than the weights lie.
+        last_first: whether the last expert's pairs come first. This is so if the experts' weights lie in memory in
+            reverse order, as Megatron's DDP with a distributed optimizer lays them. In any other order of experts, a
+            grouped product would first copy all weights.
     """
 
     module: SequentialMLP

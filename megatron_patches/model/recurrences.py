@@ -17,7 +17,7 @@ from distca.recurrent import Recurrence
 def has_recurrent_layers(config: TransformerConfig) -> bool:
     """Whether a GPTModel has layers with the gated delta rule.
 
-    A HybridModel's pattern names its layers; ``support/hybrid.py`` refuses such a configuration for it.
+    For a HybridModel, whose pattern says which layers are recurrent, ``support/hybrid.py`` refuses "gated_delta_net".
     """
     return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
 

@@ -76,7 +76,7 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
     """Returns the attention object of a rank that has whole documents only.
 
     Raises:
-        PlanError: a document of the layout spans ranks, on any rank.
+        PlanError: a document of the layout spans ranks, even if none of them is ``rank``.
     """
     parts = layout.q  # ranges [start, stop) of documents, each on one rank
     cut = parts.document[(parts.start > 0) | (parts.stop < layout.last[parts.document])]

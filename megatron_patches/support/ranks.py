@@ -124,7 +124,7 @@ def _state(frozen: bool) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """Returns a text that is the same for equal values; "" for what is not compared."""
+    """Returns the text by which ranks compare a value; "" for a value that is not compared."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_in_words, value))}]"
     value = value.item() if isinstance(value, np.generic) else value

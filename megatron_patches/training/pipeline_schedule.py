@@ -5,8 +5,9 @@ layer i at the same time, and share the core attention of these layers. A stage 
 computes core attention for other stages.
 
 A *tick* is a forward phase, then a backward phase. With p stages, the first p − 1 ticks have no backward phase, and the
-last p − 1 have no forward phase. All counted from 0, stage s runs the forward of micro-batch m in tick m + s, and its
-backward in tick m + 2(p − 1) − s. A stage holds activations of at most 2(p − 1 − s) + 1 micro-batches.
+last p − 1 have no forward phase. Stage s runs the forward of micro-batch m in tick m + s, and its backward in tick
+m + 2(p − 1) − s; stages, micro-batches and ticks are counted from 0. Stage s holds activations of at most
+2(p − 1 − s) + 1 micro-batches.
 
 All ranks must start all transfers in the same order, so that no rank waits for another forever.
 """

@@ -56,7 +56,7 @@ def check_ready(model: Any, step: Step, pool: AttentionPool, options: PlanOption
     check_attached(gpt)
     check_as_attached(gpt, pool)
     _check_step(step, options, gpt)
-    # The model's forward checks it too, but only after other pipeline stages have begun to wait for this rank.
+    # The model's forward refuses autocast too, but only after other stages have begun to wait for this rank.
     check_no_autocast(step.batches[0].tokens.device)
     if not forward_only:
         check_trained_weights(model)
@@ -83,9 +83,10 @@ def made_ready(model: Any, step: Step, forward_step: ForwardStep, *, forward_onl
 
 
 def _let_loss_scale_be_written() -> None:
-    """Forgets the scale of experts' losses that a first evaluation inside of torch.inference_mode left in Megatron.
+    """Removes Megatron's scale of experts' auxiliary losses if it is an inference tensor.
 
-    Megatron could not write to it in training.
+    Megatron makes the scale in its first step, which may be an evaluation inside of torch.inference_mode. Later steps
+    write into the scale, but training cannot write into an inference tensor.
     """
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale
     if scale is not None and scale.is_inference():
@@ -145,7 +146,7 @@ def _check_replicas(model: Any) -> None:
 
     They differ if the model was wrapped for a distributed optimizer, but trained with another optimizer.
     """
-    if model.weights_gathered:  # a distributed optimizer has run, or none is used
+    if model.weights_gathered:  # a distributed optimizer has run, or the model was not wrapped for one
         return
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     weights = [weight for weight in model.parameters() if not is_fp8(weight)]
@@ -162,7 +163,7 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     most = torch.stack((sums, -sums))  # reduced by MAX: the largest sums, and the smallest sums negated
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     differ = most[0] != -most[1]
-    if (differ & most.isfinite().all(0)).any():  # the loss shows weights that are not finite
+    if (differ & most.isfinite().all(0)).any():  # weights that are not finite show in the loss
         raise SupportError(
             "Weights differ between data-parallel ranks: the optimizer updates all weights, but each rank has reduced "
             "gradients of its own shard only. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "

@@ -71,7 +71,7 @@ class AnalyticCost(CostModel):
         kv = kv_rows * (q > 0)
         seen = self.window + self.block - 1
         pair, keys = (pairs(q, kv, seen), keys_seen(q, kv, seen)) if self.window else (causal_pairs(q, kv), kv)
-        # A matrix product would round as the CPU's kind has it, and ranks on other CPUs would make other plans.
+        # A matrix product rounds differently on different CPUs, so ranks could make different plans.
         a, b, c = self._terms[direction].T.reshape(3, -1, *(1,) * q.ndim)
         return np.asarray(a * pair + b * q + c * keys)
 

@@ -31,8 +31,8 @@ _SAME_SIZE = 1.5
 """Ranges are dealt in groups of similar length, so that ranks are sorted once for each group. The longest range of a
 group has less than this many times the rows of the shortest."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest ranges are filler: as many as have at most this fraction of the work outside parts of long documents.
-With 0.01 instead, the slowest server takes 0.1 % longer."""
+"""The shortest ranges are filler: as many as have at most this fraction of all work together. Parts that are cut from
+long documents do not count. With 0.01 instead, the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
 """A document is long only if its surplus exceeds the surplus of one rank's part by more than this fraction. Cutting is
 also repeated, up to ``_PASSES`` times, until the mean work of a rank changes by less than this, in units of work."""
@@ -129,7 +129,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
         surplus = work(low, middle) - short_rate * (middle - low)
         still = surplus > enough
         long, surplus, pairs_per_surplus = long[still], surplus[still], pairs_per_surplus[still]
-        corrections = 1  # the document's last part gives a good guess
+        corrections = 1  # the part that was cut before gives a good guess
     some = stop > start
     rest = Stream(stream.document[some], start[some], stop[some])
     found = _joined(*cut)

@@ -62,21 +62,21 @@ def lay_out(
         rank_of: [D] home rank of each document. Documents then stay whole on these ranks, and ``align``, ``placement``
             and ``cost`` are not used.
         align: the rows of all ranks but the last are multiples of this, so that tensor-parallel ranks can split them.
-        dealing: how documents are dealt to two nano-batches. "in_order": the first documents go to ping. "even": ping
-            and pong get about equal attention work. The placement "spread" deals in its own way: ping gets a quarter to
-            half of the work, and with "lean" perhaps less, so that a document on several ranks is in pong alone. With
-            other placements "lean" is "even". For them, ping may get up to 1/32 more tokens, so that pong gets fewer
-            short ends of documents.
+        dealing: how documents are dealt to two nano-batches, except with the placement "spread". "in_order": the first
+            documents go to ping. "even" or "lean": ping and pong get about equal attention work. In each case ping may
+            get up to 1/32 more tokens, so that pong gets fewer short ends of documents. With the placement "spread"
+            ping gets a quarter to half of the work. If ``dealing`` is "lean", "spread" may give ping less, so that
+            documents on several ranks are in pong alone.
         placement: which tokens are on which rank. "in_order": one document after the other, cut where a rank is full.
             "spread": ranks get about equal attention work, summed over ping and pong. "spread_by_nano_batch": ranks get
             about equal attention work in each nano-batch; also used in place of "spread" if ``home_rows.py`` finds no
-            room for a document. "whole": a document is cut only if, when its turn comes, no rank has room left for
-            it (``whole.py``). With an ``align`` of 1 none is cut if swaps of documents make the ranks' tokens about
-            equal (``swaps.py``).
-        cost: gives the seconds of attention, which "spread", "spread_by_nano_batch" and "whole" balance. With None they
-            balance the number of query-key pairs.
-        ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one. "spread" deals documents to
-            nodes, and then to the ranks of each node.
+            room for a document. "whole": one of the 2,048 longest documents is cut only if, when its turn comes, no
+            rank has room left for it. Shorter documents are cut where a rank is full (``whole.py``). With an ``align``
+            of 1 no document is cut between ranks if swaps make the ranks' tokens about equal (``swaps.py``).
+        cost: gives the seconds of attention, which "spread", "spread_by_nano_batch" and "whole" balance. With None
+            these placements balance the number of query-key pairs.
+        ranks_per_node: number of consecutive ranks that share a node; 0 if all ranks share one. "spread" deals
+            documents to nodes, and then to the ranks of each node.
 
     Raises:
         PlanError: an argument is out of its range; or with "whole", a document is longer than a rank's whole room.
@@ -267,8 +267,8 @@ def _dealt_at_home(
     """Deals each rank's whole documents to the nano-batches. Pieces of cut documents go to the last nano-batch.
 
     ``rank_of`` [D] is the rank of each document that is whole on one rank, and -1 for cut documents. ``rest`` has the
-    N pieces of cut documents, and ``rank_of_rest`` [N] their ranks. With ``work`` [D] of documents, no document of a
-    rank is cut between ping and pong if swaps find how."""
+    N pieces of cut documents, and ``rank_of_rest`` [N] their ranks. With ``work`` [D], the attention work of each
+    document, swaps try to deal a rank's documents so that none is cut between ping and pong."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs of ping minus those of pong, on the ranks dealt so far
@@ -299,7 +299,9 @@ def _dealt_at_home(
 
 
 def _uncut_halves(length: np.ndarray, work: np.ndarray, mine: np.ndarray, cut: int) -> list[Stream] | None:
-    """Deals a rank's documents ``mine`` to ping and pong, about half of the tokens each. None if swaps do not find how.
+    """Deals a rank's documents ``mine`` to ping and pong without a cut, so that each has about half of the tokens.
+
+    Returns None if swaps find no way.
 
     In each nano-batch documents are in ascending order, and so are a server's tasks. So a rank that serves its own
     documents need not copy rows of q, k and v."""

@@ -52,9 +52,10 @@ class ChainRoute:
         sends_transition: indices of this rank's pieces whose transition is sent, in the order of the sent tensor.
         states: the transfer of own states, each as one row.
         transitions: the transfer of transitions, each as one row.
-        chains: one entry for each document of which this rank computes a state. An entry is the document's index, and
-            a link for each piece of this nano-batch that is needed for it, in order. In the nano-batch that is computed
-            second (in backward, ping), a chain goes on from the state with which the first nano-batch's chain ended.
+        chains: one entry for each document of which this rank computes a state: (the document's index, its links). In
+            order, there is a link for each piece of this nano-batch whose summary the rank receives, or before which it
+            computes the state. A document's chain in the nano-batch that is computed first ends with a state. Its chain
+            in the other nano-batch begins with this state.
     """
 
     sends_state: np.ndarray

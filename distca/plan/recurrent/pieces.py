@@ -21,7 +21,7 @@ from distca.plan.sorting import order_by
 @dataclass(frozen=True, eq=False)
 class DocumentPieces:
     """The pieces of all documents that are planned together, sorted by (document, start). These are the documents of a
-    micro-batch; with pipeline stages, of the micro-batches of all stages.
+    micro-batch. With pipeline stages, these are the documents of all micro-batches that stages run at the same time.
 
     Attributes:
         ranks: number of ranks in the layouts.

@@ -79,8 +79,8 @@ class Balancer:
         """Moves pieces; returns whether all servers are then within their limits.
 
         Balancing ends early if a server is stuck at more than ``at_most`` above its target. It also ends after many
-        failed cuts, if servers are not equally fast, or if all are at most ``enough`` above their targets. ``at_most``
-        and ``enough`` are parts of the mean load."""
+        failed cuts; with equally fast servers, only once all of them are at most ``enough`` above their targets.
+        ``at_most`` and ``enough`` are parts of the mean load."""
         state = self.state
         self.stuck[:], self.failed = False, 0
         room = state.limit - state.load
