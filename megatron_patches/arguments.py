@@ -1,8 +1,8 @@
 """The keyword arguments of ``distca.CAD``, the object that a training script makes, and checks of these arguments.
 
 A *server* is a process that computes core attention (attention without projections). Every rank is a server; the
-argument ``servers`` adds processes without a model. The argument ``backward`` says how a server has q, k and v in
-backward: with "keep" the server keeps them from forward, with "resend" ranks send them once more.
+argument ``servers`` adds processes without a model. The argument ``backward`` says where a server gets q, k and v for
+backward. With "keep" the server keeps them from forward, with "resend" the ranks that sent them send them once more.
 """
 
 from __future__ import annotations

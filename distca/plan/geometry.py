@@ -1,8 +1,8 @@
 """The geometry of causal masks: which keys a query range sees, and how many query-key pairs it has.
 
-A query range is the rows [start, stop) of one document, also written [kv_rows - q_rows, kv_rows). The query at position
-p sees the keys [0, p], or with a window w the last w of these. A *pair* is a query and a key that this query sees.
-Example: without a window, the range [2, 4) has 3 + 4 = 7 pairs.
+A query range is the rows [start, stop) of one document. Where functions take ``q_rows`` and ``kv_rows``, the range is
+[kv_rows - q_rows, kv_rows). The query at position p sees the keys [0, p], or with a window w the last w of these. A
+*pair* is a query and a key that this query sees. Example: without a window, the range [2, 4) has 3 + 4 = 7 pairs.
 
 There are N ranges. ``Rows`` is one number or an array; results have the shape to which the arguments broadcast.
 """

@@ -129,7 +129,8 @@ def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Returns two [R] arrays: k,v rows in each server's buffer, and k,v rows that the server copies for its tasks.
 
     A server copies 0 rows unless its tasks share rows, or need rows from the previous nano-batch."""
-    # A kernel reads a *region* of k,v rows for each task. Regions with more rows in total than the buffer are copied.
+    # A kernel reads a *region* of k,v rows for each task. If a server's regions have more rows in total than its
+    # buffer, the server copies all of them.
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
@@ -137,7 +138,7 @@ def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def imbalance(seconds: np.ndarray) -> float:
-    """Returns the largest of [R] ``seconds`` over their mean; 1 if all are 0."""
+    """Returns the largest of [R] ``seconds``, divided by their mean; 1 if all are 0."""
     mean = float(seconds.mean())
     return float(seconds.max()) / mean if mean > 0 else 1.0
 
@@ -183,9 +184,9 @@ def makespan_bounds(layout: Layout, cost: CostModel, direction: Direction) -> tu
     The first is the seconds if all servers end at the same time. The second is the seconds in which the fastest server
     computes the costliest query row.
     """
-    # A table is the cost model of some servers, or of none. work [tables, directions]: seconds of such a server for all
-    # documents. row: the same for the costliest row. speed [directions]: how often R servers compute all documents in
-    # a second.
+    # A table is the cost model of some servers, or of none. work [tables, directions]: seconds in which one such server
+    # computes all documents. row [tables, directions]: its seconds for the costliest row. speed [directions]: how many
+    # times in a second all R servers together compute all documents.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)
@@ -205,7 +206,7 @@ def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks
     Args:
         shape: heads of one tensor-parallel rank.
         tokens: tokens of a micro-batch per rank.
-        resend: whether backward sends q, k, v and o again, with dO.
+        resend: whether backward sends q, k, v and o to servers too, beside dO.
         sinks: whether heads have learned scores in the softmax. Then log-sum-exps need memory too. With ``resend`` they
             always travel, and 5 · ``tokens`` leave enough room for them.
     """

@@ -153,7 +153,9 @@ def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int],
 
 
 def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
-    """Returns the plan in which homes compute their own rows, as a :class:`distca.plan.choice.Scheduler`."""
+    """Returns the plan in which homes compute their own rows.
+
+    This function is a :class:`distca.plan.choice.Scheduler`, so it takes arguments that it does not read."""
     return plan_at_home(layout)
 
 
@@ -162,7 +164,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # what cuts added to the seconds of the last plan, a first guess for the next
+    growth: Growth = {}  # the factors by which cuts raised the seconds of the last plan, a first guess for the next
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
@@ -188,9 +190,9 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, has_rows: np.ndarray) -> CostModel:
     """Returns the cost model of all servers; ``has_rows`` [R] bool says which have rows of their own in this phase.
 
-    A server without rows of its own waits until rows arrive. A part of this time (``WAITED_FOR`` in
-    ``cost/travelling.py``) is added to its tasks if linear layers are balanced too, in pools with a
-    :class:`PoolCost`: pools of unlike servers, or with servers without a model."""
+    A server without rows of its own waits until rows arrive. A part of the waiting time (``WAITED_FOR`` in
+    ``cost/travelling.py``) is added to the seconds of the server's tasks. This holds only if linear layers are balanced
+    too, and in pools with a :class:`PoolCost`: pools of unlike servers, or with servers without a model."""
     cost = options.server_cost
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost

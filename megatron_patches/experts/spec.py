@@ -69,7 +69,7 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
 
 
 def experts_spec(config: TransformerConfig) -> Any:
-    """Returns the ``mlp`` spec of a layer with experts: a ModuleSpec, or for newer Megatron-Core a partial."""
+    """Returns the ``mlp`` spec of a layer with experts: a ModuleSpec, or in newer Megatron-Core a functools.partial."""
     # Without Transformer Engine, Megatron-Core 0.16.1 does not define te_general_gemm, but its router reads this name.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

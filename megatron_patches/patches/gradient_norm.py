@@ -1,8 +1,8 @@
 """Computes the norm of gradients, and scales them for clipping, without waiting for the GPU at each weight.
 
 Megatron-Core's own function, which it uses without Transformer Engine and Apex, copies the norm of each weight's
-gradient to the host. Newer versions leave the norm of all gradients on the GPU, if a function can scale by a tensor.
-Older versions copy that norm to the host, and so wait once.
+gradient to the host. This file's functions work on the GPU. Newer versions of Megatron-Core also leave the norm of all
+gradients on the GPU. Older versions copy it to the host, and so wait once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ def norm_gradients_together() -> None:
 def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
     """Returns the norm of all gradients together, and None. ``tensors`` holds one list, the gradients.
 
-    The norm is float32 without dimensions. Newer versions return it to scripts, which can format it like a number."""
+    The norm is a float32 tensor without dimensions. Newer versions of Megatron-Core return such a tensor from
+    ``optimizer.step()``. Scripts can print the norm with a number's format, which a tensor with dimensions refuses."""
     (gradients,) = tensors
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32))), None
 
 
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
-    """Multiplies by ``factor``. ``tensors`` holds two lists, to read and to write, which may share memory."""
+    """Multiplies gradients by ``factor``. ``tensors`` holds two lists: the tensors to read, and those to write.
+
+    A tensor to write may be the one that is read."""
     given, into = tensors
     if into and all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
         torch._foreach_mul_(list(into), factor)

@@ -62,14 +62,16 @@ from megatron_patches.support.servers import check_gpus
 logger = logging.getLogger(__name__)
 
 _COMING = TIMEOUT - timedelta(seconds=30)
-"""The time in which all first servers have to come, then choose their kernels, and then measure tables. Other homes
-wait for rank 0 for ``TIMEOUT``. Rank 0 must give up earlier, so that it can tell them why."""
+"""The time in which all servers of the start must come. They have the same time once more to choose their kernels, and
+once more to measure tables. Other homes wait for rank 0 for ``TIMEOUT`` each time. Rank 0 must give up earlier, so that
+it can tell them why."""
 _HERE = timedelta(seconds=15)
-"""The time that rank 0 waits for a server's answer once the pool has formed. After it the run goes on without the
-server. On types of devices that ``MAY_GO`` does not name, ``TIMEOUT`` holds instead."""
+"""The time that rank 0 waits for a server's answer once the pool has formed. After this time the run goes on without
+the server. If ``MAY_GO`` does not name the type of device, servers cannot leave, and rank 0 waits for ``TIMEOUT``."""
 _LATE_S = 40.0
-"""Homes with a watch over ranks end if a process group has not formed this many seconds after its time limit
-(``patience``). Gloo keeps to the limit. NCCL waits without end for a member that is lost, or that it cannot reach."""
+"""If a process group has not formed this many seconds after its time limit (``patience``), :func:`ends_by` ends all
+homes, where ranks are watched. Gloo keeps to the limit. NCCL waits without end for a member that is lost, or that it
+cannot reach."""
 _TRIES = 5
 """The most attempts to form a generation; then the run ends."""
 _TRIES_WITH_NEW = 2
@@ -94,8 +96,8 @@ class ServerMembers:
             here serves tensor-parallel rank i % ``tp``.
 
     Raises:
-        SupportError: ``servers`` or ``transport`` has an impossible value, or a server has another kind of device or a
-            taken GPU.
+        SupportError: ``servers`` or ``transport`` has an impossible value; or a server has another type of device than
+            homes, or a GPU that :func:`check_gpus` refuses.
         LaunchError: a server did not come in time. All homes raise it.
     """
 
@@ -266,7 +268,7 @@ class ServerMembers:
     def let_go(self, number: int) -> None:
         """Leaves server ``number`` out of the pool from the next step on.
 
-        With tensor parallelism the servers beside it leave too (:func:`whole_places`).
+        With tensor parallelism, the ``tp`` consecutive servers among which it is leave together (:func:`whole_places`).
 
         Raises:
             SupportError: servers on this type of device have to stay to the end of the run.
@@ -379,7 +381,7 @@ class ServerMembers:
 
 
 def _until_all_came() -> Callable[[], timedelta]:
-    """Returns a function of what is left of ``_COMING``, which begins now and is for all servers together."""
+    """Returns a function that returns how much is left of ``_COMING``, a time for all servers that begins now."""
     until = time.monotonic() + _COMING.total_seconds()
     return lambda: timedelta(seconds=max(0.0, until - time.monotonic()))
 

@@ -38,9 +38,10 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
 def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | None = None) -> CostModel:
     """Returns the cost model for the heads of one tensor-parallel rank; all ranks call it together.
 
-    If ``cost_table`` is a file, the result is the file's table. Otherwise it is a table for ``sort`` and these heads,
-    from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no table, it
-    is a formula. For the kernel "reference" the formula only counts pairs of a query and a key that it sees.
+    If ``cost_table`` is a file, the result is the file's table. Otherwise the result is a table for ``sort`` and these
+    heads, from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no
+    table, the result is a formula. For the kernel "reference" this formula is proportional to the number of pairs of a
+    query and a key that the query sees.
 
     Raises:
         PlanError: the file is not usable or was measured for other heads; or neither the folder ``cost_table`` nor the

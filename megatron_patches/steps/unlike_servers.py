@@ -38,7 +38,8 @@ def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[S
     """Returns the sort of every server, the same on every rank; all ranks call it together.
 
     Args:
-        tp: tensor-parallel size. If a server's processes differ in sort, the sort with the slowest kernel counts.
+        tp: tensor-parallel size. If a server's processes differ in sort, the first sort with the slowest kernel counts.
+        own: the sort of this rank.
         others: sorts of the processes without a model. Their servers come last in the result.
     """
     everyone = [*of_ranks(own), *others]

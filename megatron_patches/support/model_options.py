@@ -33,8 +33,8 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     """Refuses rotary settings of a GPTModel that no layer uses.
 
-    A layer uses them if ``rotations`` is empty or its entry is None, and ``no_rope_freq`` does not skip the layer.
-    Recurrent layers are not told apart here.
+    A layer uses them if ``rotations`` is empty or has None for the layer, and ``no_rope_freq`` does not skip the layer.
+    A recurrent layer has no RoPE, but counts here like a layer with attention.
 
     Args:
         model: built with the configuration for which :func:`check_model_options` accepted ``options``.

@@ -42,9 +42,9 @@ def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) ->
 
 
 def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:
-    """Raises SupportError if a weight is on another type of device, or has another dtype than ``params_dtype``.
+    """Raises SupportError if a weight's type of device is not that of ``device``, or its dtype is not ``params_dtype``.
 
-    If ``params_dtype`` is bfloat16, any dtype passes, as Megatron casts the weights."""
+    If ``params_dtype`` is bfloat16, weights of any dtype pass, as Megatron casts them."""
     for name, weight in model.named_parameters():
         if weight.device.type != device.type:
             raise SupportError(

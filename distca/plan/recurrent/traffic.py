@@ -27,7 +27,7 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class Summaries:
-    """The numbers of summaries in forward or in backward of one nano-batch.
+    """How many own states and transitions ranks send and read, in forward or in backward of one nano-batch.
 
     Attributes:
         states, transitions: for each pair of ranks, how many own states, and how many transitions, travel.

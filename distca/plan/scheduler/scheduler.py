@@ -8,9 +8,10 @@ its two parts. With pipeline stages, one call is for all stages that run such la
 - A server's *load* is its seconds of attention. Its *target* is the load that it should have (``target_load.py``), and
   its *limit* is the target plus a fraction of the mean load.
 
-``balancer.py`` moves ranges from servers above their limit to other servers. Rising limits are tried with few cuts, and
-then again with costlier ones, until a plan has no server above its limit or the tolerance. The scheduler is greedy, as
-in arXiv 2510.18121, section 5.2.
+``balancer.py`` moves ranges, whole or in part, from servers above their limit to other servers. :class:`_Search` tries
+rising limits: first with cuts that add little time, then again with cuts that may add more. A try suffices if no server
+is above its limit, or if none is above its target by more than the tolerance. The scheduler is greedy, as in
+arXiv 2510.18121, section 5.2.
 
 Array legend: R servers, K directions (forward and backward, or one of them). ``benchmarks/planner_constants.py``
 compares constants with other values; benchmarks/results/planner.md has the results.
@@ -98,8 +99,9 @@ def schedule(
             all ranks.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
             server with less other work gets more attention. None if all servers have equally much.
-        growth: for each ``direction``, the [K] sum of tasks' seconds in the previous plan, over that sum without cuts.
-            It is used, and replaced in the dict, only if ``cost`` is a ``PoolCost``. None stands for no cuts.
+        growth: maps a ``direction`` to [K] factors, by which cuts raised the sum of all tasks' seconds in the previous
+            plan. If ``cost`` is a ``PoolCost``, the factors are used, and replaced in the dict by this
+            plan's. Otherwise the dict is ignored. None, or no entry, stands for factors of 1.
 
     Returns:
         A plan that computes every query row once. Equal arguments give equal plans.
@@ -164,8 +166,8 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # A usual try ends early if no range can leave a server that is above the next usual try's limit.
-            # The last usual try takes its own limit.
+            # A usual try ends early if no range can leave a server that is above the next usual try's limit. For the
+            # last usual try this is its own limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
             # Cuts add work, so the mean load and the limits rise while work moves. Servers that were filled early then
             # have room again, but too little for a range. So from the second try with costlier cuts on, limits are
@@ -217,10 +219,10 @@ class _Search:
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
     """Estimates how far the best plan's slowest server is above the mean load, as a fraction of the mean load.
 
-    For "both" a server with the mean load in one direction may have more in the other. Moves of ranges change that
-    little. So each server's load at home is
-    divided by the mean load, in both directions, and the larger quotient is taken. The estimate is the mean of these
-    over servers, minus 1. For one direction the result is 0."""
+    For "both" a server with the mean load in one direction may have more in the other. Moves of ranges change this
+    difference little. So for each direction, a server's load at home is divided by the mean load. The larger of the two
+    quotients counts. The estimate is the mean of these larger quotients over servers, minus 1. For one direction the
+    result is 0."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0
