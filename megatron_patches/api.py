@@ -142,7 +142,7 @@ class CAD:
         if self._remote is not None:
             self._servers_at_first = self._remote.numbers
             self._remote.begin(self._terms())
-        self._last: tuple[Step, Step] | None = None  # as forward_backward last got it, and as it ran
+        self._last: tuple[Step, Step] | None = None  # the last step: as forward_backward got it, and as it ran
         self.folder = Path()
         self._ahead: AgreedSteps | None = None
         self._single_steps = 0
@@ -259,9 +259,9 @@ class CAD:
     ) -> DistributedDataParallel:
         """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        All ranks call this method together. Weights become bfloat16 if the configuration says so, and those of
-        data-parallel rank 0 on all ranks. Ranks reduce gradients during backward; in the first step, and with pipeline
-        stages, after it.
+        All ranks call this method together. Weights become bfloat16 if the configuration says so. Then ranks that hold
+        the same weights all get the values of the first of these ranks. Ranks reduce gradients during backward; in the
+        first step, and with pipeline stages, after backward.
 
         Args:
             model: from :meth:`attach`.
@@ -352,8 +352,8 @@ class CAD:
     ) -> list[Any]:
         """Runs forward and backward of a step.
 
-        Backward begins with zero gradients. At the end those that this rank's optimizer reads are sums over all ranks,
-        divided by the number of the global batch's target tokens.
+        Backward begins with zero gradients. At the end, the gradients that this rank's optimizer reads are sums over
+        all ranks, divided by the number of the global batch's target tokens.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
@@ -364,10 +364,10 @@ class CAD:
             forward_only: whether to leave out backward.
 
         Raises:
-            SupportError: the model was not attached to this CAD, or has changed since; it was wrapped for a distributed
-                optimizer, and another one trained it; torch.autocast is on, or torch.inference_mode in training; a CAD
-                with other options planned the step; or ``forward_step`` or the loss function returned values of
-                another form.
+            SupportError: the model was not attached to this CAD, or has changed since; the model was wrapped for a
+                distributed optimizer, but trained with an optimizer that is not distributed; torch.autocast is on, or
+                torch.inference_mode in training; a CAD with other options planned the step; or ``forward_step`` or the
+                loss function returned values of another form.
             TransportError: rows do not fit NVSHMEM's memory, and ``transport`` allows no other way.
             PlanError: after a server without a model left or came, the step could not be planned again.
             LaunchError: after a server without a model left or came, the pool could not form again.
@@ -380,7 +380,8 @@ class CAD:
         while True:
             step = self._with_present_servers(step)
             check = partial(check_ready, model, step, self.pool, self.options, forward_only=forward_only)
-            # In the first step ranks agree on what one of them refuses. In later ones they would wait for each other.
+            # In the first step all ranks raise an error if one rank refuses. Later steps do without this, because
+            # ranks would wait for each other's answers.
             check() if forward_only in self._steps_begun else on_all_ranks(check)
             self._steps_begun.add(forward_only)
             counted = made_ready(model, step, forward_step, forward_only=forward_only)
@@ -428,7 +429,8 @@ class CAD:
     def as_run(self, step: Step) -> Step:
         """Returns what the last :meth:`forward_backward` ran; callers must have called it with ``step``.
 
-        If servers without a model left or joined after ``step`` was planned, it is a new plan of the same documents.
+        If servers without a model left or joined after ``step`` was planned, the result is a new plan of the same
+        documents.
 
         Raises:
             SupportError: there are servers without a model, and the last :meth:`forward_backward` had another step.
@@ -437,8 +439,8 @@ class CAD:
             return step
         if self._last is None or all(step is not each for each in self._last):
             raise SupportError(
-                "The step is not the one that the last forward_backward ran, and only that one is known as it ran: ask "
-                "for a step before the next one runs."
+                "The step is not the one that the last forward_backward ran. How a step ran is known only until the "
+                "next step runs: ask before that."
             )
         return self._last[1]
 

@@ -80,9 +80,9 @@ class RecurrentLayer(Protocol):
     def core_parameters(self) -> CoreParameters: ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Returns any number of tensors for the ``residual`` of :meth:`post`, then the core's inputs: mixed_NC, g and
-        beta_NH. mixed_NC goes into the convolution. A row multiplies the recurrence's state by exp(g), where g is g_NH.
-        What the row adds to the state is multiplied by beta_NH."""
+        """Returns any number of tensors for the ``residual`` of :meth:`post`, then the core's inputs: mixed_NC, g_NH
+        and beta_NH. mixed_NC goes into the convolution. Row n multiplies head h's state by exp(g_NH[n, h]). What the
+        row adds to this state is multiplied by beta_NH[n, h]."""
         ...
 
     def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor: ...
@@ -209,7 +209,9 @@ class _Run:
         *residual, q, kv = made
         sink = self._layers[layer].sink  # type: ignore[union-attr]
         if sink is not None and sink.requires_grad and torch.is_grad_enabled() and not q.requires_grad:
-            q = q.detach().requires_grad_()  # the sinks' gradient comes amid the backward of the call
+            # The sinks' gradient needs the backward of all nodes of the call. Autograd runs this backward only if an
+            # input of the call requires a gradient.
+            q = q.detach().requires_grad_()
         self._residuals.append(tuple(residual))
         prefix = self._prefix(routes)
         self._previous_kv = kv
@@ -226,7 +228,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """Returns the keys and values of ping's rows that pong's queries also read; None if there are none."""
+        """Returns keys and values of ping's rows of the documents that go on in pong; None if no document does."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None

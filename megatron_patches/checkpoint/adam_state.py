@@ -34,7 +34,10 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the weight as "param" and its moments by Adam's names, in float32; some are Adam's own tensors."""
+    """Returns the weight as "param" and its moments by Adam's names, in float32.
+
+    Some of these tensors are not copies, but the tensors that Adam holds.
+    """
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
         if name == _MASTER and held.dtype == torch.int16:

@@ -152,8 +152,8 @@ class NanoBatchExperts(MoELayer):
 
         probs = _perhaps_again(again, route, hidden)
         chosen_NE, count = found
-        # With ``again`` autograd keeps ``route``, and so this list, until a micro-batch's backward ends. In backward
-        # ``route`` runs again, and adds nothing to a list that is not empty.
+        # With ``again`` autograd keeps ``route``, and so ``found``, until a micro-batch's backward ends. So ``found``
+        # must not hold tensors. ``route`` runs again in backward, and adds nothing to a list that is not empty.
         found[:] = [None]
         assert self.layer_number is not None
 

@@ -1,5 +1,6 @@
-"""Megatron's layers, cut at core attention or at a recurrence, and the block and the stack that run cut layers.
+"""Megatron's layers, cut at core attention or at a recurrence, and the modules that run all layers of a model.
 
-Layers that are not cut have the forward of ``packed_attention.py`` as core attention. ``full_recompute.py`` recomputes
-them.
+These modules are the block of a GPTModel and the stack of a HybridModel. If each rank computes only its own core
+attention (``CAD(disaggregate=False)``), ``packed_attention.py`` computes it inside each layer.
+``full_recompute.py`` then recomputes whole layers of a GPTModel.
 """

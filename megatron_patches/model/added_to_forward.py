@@ -1,4 +1,7 @@
-"""Tells what a user added to a module's ``forward``. Code that calls only parts of the module would skip this."""
+"""Tells what a user added to a module's ``forward``, such as a hook.
+
+Code that calls only parts of the module would skip such an addition.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 
 def added_to_forward(module: torch.nn.Module) -> str:
     """Returns the words for what a user added to a module's ``forward``; "" without such a change."""
-    # This runs for all experts' linear layers while the device waits for the host, so look-ups are the fastest.
+    # This runs for all experts' linear layers while the device waits for the host. ``vars`` has the fastest look-ups.
     own = vars(module)
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return "a hook"

@@ -1,7 +1,7 @@
 """Defines the forward that ``distca.CAD.attach`` gives to a model, and functions that change logits and embeddings.
 
 The new forward takes a micro-batch object (``steps/batch_context.py``) in place of the attention mask. It can return
-the sum of losses or the labels' log-probabilities. It then computes logits for some rows at a time, to save memory.
+the sum of losses or the labels' log-probabilities. For these it computes logits of some rows at a time, to save memory.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PatchedForward(LanguageModule):
         if (summed_loss or log_probabilities) and given.get("output_processor") is not None:
             raise SupportError(
                 "The model was called with output_processor, which summed_loss and log_probabilities would ignore: "
-                "leave it out, or both of them."
+                "leave output_processor out, or both summed_loss and log_probabilities."
             )
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)

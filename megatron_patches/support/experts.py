@@ -36,7 +36,7 @@ _OTHERS = {
 }
 _DROPS = "two nano-batches would drop other rows than the whole micro-batch"
 _FP8 = "experts are computed in the type of their weights"
-_INTERLEAVED = "the rows of a gate's weights lie before those that the gate multiplies"
+_INTERLEAVED = "in linear_fc1's weight all rows of the gate lie before all rows of the up projection"
 
 LIMITS = {
     "moe_token_dispatcher_type": Limit(

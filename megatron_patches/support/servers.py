@@ -1,6 +1,6 @@
 """Refuses what does not go together with servers without a model, which are processes that only compute attention.
 
-``ServerMembers`` and ``LateServers`` check the servers' GPUs, at the start and when servers come.
+``ServerMembers`` calls :func:`check_gpus` at the start, and ``LateServers`` calls it when further servers come later.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Chooses Megatron's own or Transformer Engine's linear layers for a model.
 
-It refuses FP8 and bfloat16 moments of Adam where they cannot be had. Only Transformer Engine's layers compute in FP8.
+Only Transformer Engine's layers compute in FP8, so FP8 is refused where these layers cannot be used. bfloat16 moments
+of Adam are refused where Transformer Engine's Adam cannot be used.
 
 A tensor is scaled before it is rounded to FP8. Three names say which values give the scale (:func:`fp8_of`): the
 tensor's own ("current"), those of earlier steps ("delayed"), or each block's own ("blockwise").
@@ -39,7 +40,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
     Raises:
         SupportError: ``linears`` is "te" or the model has FP8, but Transformer Engine's layers cannot be used; or FP8
-            is not supported on this GPU or for this configuration.
+            is not supported on a rank's GPU or for this configuration.
     """
     fp8 = fp8_of(config)
     if config.num_moe_experts or is_latent(config):

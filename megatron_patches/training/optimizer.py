@@ -56,7 +56,8 @@ class OptimizerAndSchedule:
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         done, grad_norm, _ = self.optimizer.step()
         assert done, "without a loss scale no update is ever skipped"
-        # Without the distributed optimizer `grad` would stay set. CAD's steps drop it, but another backward adds to it.
+        # Without the distributed optimizer `grad` would stay set. CAD's steps drop `grad`, but a backward outside of
+        # CAD's steps would add to it.
         self.optimizer.zero_grad()
         self.schedule.step(increment=1)
         return float(grad_norm), float(lr)
@@ -129,8 +130,9 @@ def build_optimizer(
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns the fields that Megatron's OptimizerConfig needs for bfloat16 moments or for FP8 weights; else none."""
     # With fp8_recipe None and bfloat16 moments the optimizer would keep only 16 bits of a weight's float32 copy: those
-    # that a bfloat16 weight lacks. An FP8 weight lacks more bits, and needs the whole copy. "tensorwise" stands for any
-    # recipe here: the optimizer treats only "delayed" and "mxfp8" otherwise. With float32 moments it changes nothing.
+    # that a bfloat16 weight lacks. An FP8 weight lacks more bits, and needs the whole copy. "tensorwise" is right for
+    # any scaling: the optimizer only asks whether the recipe is None, "delayed" or "mxfp8". With float32 moments the
+    # recipe changes nothing.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held

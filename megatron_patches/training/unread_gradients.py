@@ -3,9 +3,9 @@
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
 weights without an error. A hook after every step refuses such an optimizer, if none of the trained weights that it
 holds has a ``grad``. It only warns of other optimizers than torch's, if weights stay unchanged. Megatron's own
-optimizers pass: they set ``grad``, or hold copies in place of the weights.
+optimizers pass, because they set ``grad``, or hold other tensors in place of the weights, such as float32 copies.
 
-torch's functions for clipping skip such weights too, and are refused likewise.
+torch's functions for clipping also skip weights without ``grad``, and are refused likewise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Steps with a learning rate of 0 do not count. If gradients are zero in the last 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
 """For each watched optimizer and model: the number of steps so far without a changed weight, and each weight's sum of
-elements. ``STEPS`` or more means that the model is not watched any more."""
+elements. A number of ``STEPS`` or more means that the model is not watched any more."""
 _listening: list[Any] = []
 """The handle of the hook; empty until the first model is trained."""
 

@@ -92,8 +92,8 @@ class LayerWork:
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
     """Returns the seconds per row of all products between core attentions, divided by the number of ``layers``.
 
-    So each layer's plan counts an equal share of them; a single layer has none, and gets 0 seconds. Norms, rotation,
-    activations and recurrent layers do not count.
+    So each layer's plan counts an equal share of these products. With a single layer no product lies between two core
+    attentions, so the result is 0 seconds. Norms, rotation, activations and recurrent layers do not count.
 
     Args:
         layers: a pipeline stage's layers with core attention, in order; at least one.

@@ -1,13 +1,14 @@
 """Swaps whole documents between ranks, until ranks have about equal tokens and about equal attention work.
 
-``whole.py`` gives ranks fixed numbers of tokens, so it cuts a few documents where a rank is full. With ``align`` 1,
-swaps need no cut: ranks' tokens may differ slightly. If attention is level too, no row has to travel to another rank. A
-rank's documents are given to the nano-batches *ping* and *pong* in the same way; below, *bins* are ranks or
-nano-batches.
+``whole.py`` gives each rank a fixed number of tokens, so it cuts a few documents where a rank is full. Swaps make
+ranks' tokens only about equal, and cut no document. So they are used only if a rank may have any number of tokens (the
+option ``align`` is 1). If ranks' attention work is about equal too, no row has to travel to another rank. A rank's
+documents are given to the nano-batches *ping* and *pong* in the same way; below, *bins* are ranks or nano-batches.
 
-A *swap* takes up to two documents from each of two bins, and gives them to the other bin. One bin is the one that fits
-worst. A few others, which fit badly in the opposite way, are tried in turn, until a swap with one helps. Of the swaps
-with this one the best is made. Swaps end when no bin fits badly, no swap helps, or many pairs of bins were tried.
+A *swap* takes up to two documents from each of two bins, and gives them to the other bin. One of the two is the bin
+that fits worst. Its partner is a bin that fits badly in the opposite way. A few partners are tried in turn, until one
+has a swap that helps; then its best swap is made. Swaps end when no bin fits badly, no swap helps, or many pairs of
+bins were tried.
 
 Array legend: D documents, B bins, S sets of up to two documents. In [2, ...] arrays, tokens come first, then work; both
 are fractions of a bin's mean.

@@ -51,7 +51,7 @@ def test_a_model_with_experts_is_served():
         ({"moe_token_dropping": True}, "moe_token_dropping is True, but two nano-batches would drop other rows"),
         ({"moe_latent_size": 16}, "moe_latent_size is 16, but experts read and write whole rows"),
         *(  # newer versions of Megatron only
-            ({name: 8}, f"{name} is 8, but the rows of a gate's weights lie before those")
+            ({name: 8}, f"{name} is 8, but in linear_fc1's weight all rows of the gate lie before")
             for name in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
             if name in TransformerConfig.__dataclass_fields__
         ),
