@@ -110,7 +110,7 @@ def check_experts(config: TransformerConfig) -> None:
             f"up to {experts}."
         )
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
+    for kind in kinds if isinstance(kinds, list | tuple) else [kinds]:
         check_limit(
             "moe_router_load_balancing_type",
             kind,

@@ -58,6 +58,7 @@ def test_a_model_with_experts_is_served():
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but two nano-batches would draw other noise"),
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap is True, but shared experts run"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn', but a balance"),
+        ({"moe_router_load_balancing_type": None}, "moe_router_load_balancing_type is None, but a balance loss is for"),
         ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "moe_router_load_balancing_type is 'gl"),
         ({"fp8": "hybrid"}, "fp8 is 'hybrid', but experts are computed in the type of their weights"),
         (
