@@ -43,7 +43,7 @@ def check_attachable(model: LanguageModule, config: TransformerConfig, given: Ca
     """
     options, pattern = given.model_options, given.hybrid_layer_pattern
     check_bare(model, pattern)
-    check_same_config(model, config)  # the checks below rely on equally many layers
+    check_same_config(model, config)  # the checks below assume that both have equally many layers
     if pattern:
         from megatron_patches.support.hybrid_model import check_hybrid_model
 
@@ -69,7 +69,7 @@ def change_model(model: LanguageModule, config: TransformerConfig, given: CadArg
     model.expert_load = ExpertLoad(take_nano_batches(model), config.moe_router_topk)
     if config.num_moe_experts:
         warn_when_logged()
-    # With recompute_all only one layer at a time keeps outputs of norms and SwiGLU, which is cheap.
+    # With recompute_all only one layer at a time keeps outputs of norms and SwiGLU, which takes little memory.
     keep_outputs_of(model, given.keep_outputs or recompute_all)
     if given.disaggregate or pattern:
         disaggregate_block(model.decoder, pool, recompute_all)

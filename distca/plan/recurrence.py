@@ -6,8 +6,8 @@ A row is one token. Each head has a *state* S [K, V], which each row reads and c
 
 q, k and v come from a short causal convolution over rows. Each row and head has one β and one g.
 
-A *piece* is a range of a document's rows on one rank. It turns the state S before it into A·S + B. A (the
-piece's *transition*) and B (its *own state*) do not depend on S.
+A *piece* is a range of a document's rows on one rank. If S is the state before a piece, A·S + B is the state after
+it. A (the piece's *transition*) and B (its *own state*) do not depend on S.
 """
 
 from __future__ import annotations
@@ -100,5 +100,6 @@ class Recurrence:
     def operations(self) -> int:
         """Returns the floating-point operations of one row in forward.
 
-        Counted are the convolution and, for each number of S, two for each of Sᵀk (delta rule only), k uᵀ and Sᵀq."""
+        Each element of S takes two operations for each of Sᵀk (delta rule only), k uᵀ and Sᵀq. The operations of the
+        convolution are added."""
         return (6 if self.delta else 4) * math.prod(self.state_shape) + 2 * self.kernel * self.channels

@@ -80,7 +80,7 @@ class AttentionCall(LayerCall):
         """Starts sending q, k and v rows to servers.
 
         In pong, ``prefix_N2GD`` has keys and values of those rows of ping that queries of pong see. Servers that did
-        not keep these rows get them again. If any layer has a window, all servers do."""
+        not keep these rows get them again. No server keeps them in layers with a window."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
@@ -214,8 +214,8 @@ class AttentionCall(LayerCall):
     def _join_gradients(self) -> tuple[torch.Tensor, ...]:
         self._join("dq,dk,dv", "backward")
         gradients, self._gradients = self._gradients, ()
-        # Autograd now runs the backward of what comes before this call's layer: "post+pre" in the timeline, although
-        # nothing but the first "pre" comes before layer 0.
+        # Autograd now runs the backward of what lies between the core of layer i - 1 and the core of this layer i:
+        # "post+pre" in the timeline. In layer 0 only a "pre" comes before the core, but the name is the same.
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return gradients
 

@@ -136,7 +136,8 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
         calls.reverse()
         # All ranks must launch exchanges in autograd's order: last layer first, and pong before ping. Gradients of
         # layer i + 1 are joined right before layer i's exchange is launched, as autograd does without experts. With
-        # experts it joins those of both nano-batches first; the order of launches is the same.
+        # experts, autograd joins the gradients of both nano-batches before it launches any exchange of layer i. The
+        # order of launches is the same.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()
@@ -149,9 +150,10 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
 
 
 def serve_step(pool: AttentionPool, layer: EmptyLayer, plan: StepPlan, routes: StepRoutes, forward_only: bool) -> None:
-    """Computes the part of a server without a model in a step.
+    """Runs a step on a server without a model, which computes attention for homes.
 
-    With one stage, autograd runs backward, for which the server may keep rows. With several stages rows are sent again.
+    With one stage, autograd runs backward, and the server may keep rows for it. With several stages homes send rows
+    again, and :func:`serve_backward` runs backward.
 
     Args:
         layer: stands in for each of the model's layers with attention.

@@ -4,8 +4,9 @@ Megatron's ``recompute_granularity="full"`` would, without FP8, pass ``attention
 ``save_for_backward``, which takes only tensors. In this project the mask is an object that describes the micro-batch,
 so a closure holds it.
 
-With disaggregation ``block.py`` recomputes layers but for their attention. Without it ``hybrid_stack.py`` recomputes
-HybridModels' layers. These, and recomputed MLPs and experts, only take :func:`differentiable` from here.
+With disaggregation, ``block.py`` recomputes layers without their core attention. Without disaggregation,
+``hybrid_stack.py`` recomputes the layers of HybridModels. Both files call only :func:`differentiable` of this file, and
+so does code that recomputes only MLPs or experts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def recompute_layers(block: TransformerBlock) -> None:
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
     """Returns the same values as a tensor that requires a gradient.
 
-    Without such an input autograd skips the backward of a checkpointed function. With a frozen embedding, no layer
-    would then get gradients.
+    Autograd skips the backward of a checkpointed function if none of its inputs requires a gradient. With a frozen
+    embedding, no layer would then get gradients.
     """
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
 

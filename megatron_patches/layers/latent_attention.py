@@ -4,8 +4,8 @@ A down-projection makes a token's narrow *latent row*, from which up-projections
 The down-projection also makes the part of the keys that RoPE rotates. All heads share this part.
 
 Megatron's local spec splits down-projections over tensor-parallel ranks. A rank's gradient of the rotated part then
-lacks the other ranks' heads. With whole down-projections each rank projects its own rows, and gathers the rotated part
-of the other ranks' rows. The gather's backward adds up the gradients of all ranks' heads.
+lacks what the other ranks' heads add. With whole down-projections each rank projects its own rows, and gathers the
+rotated part of the other ranks' rows. The gather's backward adds up the gradients of all ranks' heads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class WholeRows(IdentityOp):
-    """Makes latent rows contiguous, in place of their norm in models without this norm.
+    """Stands where other models have the norm of latent rows. It only makes the rows contiguous.
 
     Latent rows of keys and values are a slice of a wider tensor, and NCCL gathers only contiguous tensors.
     """

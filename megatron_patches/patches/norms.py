@@ -62,7 +62,7 @@ class PlainRMSNorm(RMSNorm):
 
 
 def head_norms(query: Any, key: Any) -> HeadNorms | None:
-    """Returns the norms of queries and keys for ``split_and_rotate``; None if it cannot compute what they do."""
+    """Returns the norms of queries and keys for ``split_and_rotate``; None if that function cannot compute them."""
     if not (isinstance(query, RMSNorm) and isinstance(key, RMSNorm)) or query.eps is None or query.eps != key.eps:
         return None
     if added_to_forward(query) or added_to_forward(key):
@@ -151,7 +151,8 @@ class KeyWidthNorm(_WidthNorm):
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
     """Prepares a norm's parameters; returns whether the weight is zero-centred."""
     # With sequence parallelism each tensor-parallel rank normalises its own rows. Megatron adds up a parameter's
-    # gradients over these ranks if the parameter has the attribute ``sequence_parallel``, or is of norms of heads.
+    # gradients over these ranks if its attribute ``sequence_parallel`` is True, or if it is in a q_layernorm or
+    # k_layernorm.
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if config.layernorm_zero_centered_gamma:

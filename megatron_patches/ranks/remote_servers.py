@@ -36,7 +36,7 @@ class RemoteServers(ServerMembers):
 
     def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
         super().__init__(servers, tp, transport, device)
-        self._numbers = count(1)  # of steps and other questions to servers
+        self._numbers = count(1)  # numbers of steps and of requests for timelines
 
     def announce(self, inputs: StepInputs) -> int:
         """Makes servers plan a step. Returns the number by which later calls name the step; 0 on ranks other than 0."""
@@ -77,8 +77,9 @@ class RemoteServers(ServerMembers):
                 one if homes do.
         """
         if self._leads:
-            # A server that has dropped its plan makes it again from these lengths. Planning may have moved documents to
-            # other micro-batches, and ``plan.lengths`` has them there. With None for ``StepInputs.room`` they stay.
+            # A server that has dropped its plan makes it again from these lengths. The first planning may have moved
+            # documents to other micro-batches, and ``plan.lengths`` lists them in these micro-batches. None in place of
+            # ``StepInputs.room`` forbids further moves.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:

@@ -63,8 +63,8 @@ class PackedMicroBatch:
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; padding comes after them.
-        recurrent: the borders between documents for recurrent layers, by ``Recurrence.halo_rows``. That is the number
-            of rows before a row that a layer's causal convolution reads.
+        recurrent: where documents begin and end, for recurrent layers. The key is ``Recurrence.halo_rows``: how many
+            earlier rows a layer's causal convolution reads for one row.
     """
 
     batch: TaskBatch

@@ -1,7 +1,7 @@
 """Checks the layer spec that a user gives to ``distca.CAD.block_spec``.
 
-A spec names the class of each module of a transformer layer. Megatron's specs with its own modules and with Transformer
-Engine's are supported, also with this project's classes in their place. Other classes are refused, because
+A spec names the class of each module of a transformer layer. Megatron's specs are supported, with Megatron's own
+modules or Transformer Engine's. Classes of this project may stand in their place. Other classes are refused, because
 ``layers/block.py`` replaces modules by ones that compute only what the supported classes do.
 """
 
@@ -121,7 +121,7 @@ def _expect_one_kind(linears: dict[str, Any]) -> None:
 
 
 def _module(spec: Any) -> Any:
-    # Later versions of Megatron-Core may give a partial of a class method.
+    # For an MLP, newer versions of Megatron-Core give a partial of one of its class methods in place of a ModuleSpec.
     if isinstance(spec, functools.partial):
         return getattr(spec.func, "__self__", spec.func)
     return spec.module if isinstance(spec, ModuleSpec) else spec

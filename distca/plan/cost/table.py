@@ -290,7 +290,8 @@ def _cells(corners: np.ndarray) -> np.ndarray:
     """Returns [4, K, C] terms of each cell's factor (:meth:`TableCost.per_direction`).
 
     ``corners`` [K, q lines, kv lines] are the factors at the cells' corners."""
-    # The corner "right" has more k,v rows than the corner "low", "above" more query rows, and "corner" more of both.
+    # Of a cell's corners, "low" has the fewest rows. "right" has more k,v rows than "low", "above" has more query rows,
+    # and "corner" has more of both.
     low, right = corners[:, :-1, :-1], corners[:, :-1, 1:]
     above, corner = corners[:, 1:, :-1], corners[:, 1:, 1:]
     return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(corners), -1)
@@ -299,7 +300,8 @@ def _cells(corners: np.ndarray) -> np.ndarray:
 def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
     """Returns [Q, V] measured ``seconds`` over the formula's seconds ``base``.
 
-    A point that was not measured takes the factor of the nearest measured point with equal ``kv_rows``."""
+    A point that was not measured takes the factor of a measured point with equal ``kv_rows``: the one with the nearest
+    index of ``q_rows``."""
     table = np.asarray(seconds, np.float64)
     if table.shape != base.shape:
         raise PlanError(

@@ -7,8 +7,9 @@
 - *Work* is the time of attention, in units of the mean work of a rank. The *surplus* of a document is its work minus
   the work of as many tokens of filler.
 
-D documents, R ranks, S shares, N ranges or documents, W documents of one rank. Rows are int64. Constants were compared
-with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+Array legend: D documents, R ranks, S shares, W documents that are on one rank alone. N is the number of ranges, or of
+documents that a function gets. Rows are int64. Constants were compared with other values:
+``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def cut_whole(
         cut: [D] rows of each document in ping; set already for documents on several ranks.
         whole: [S] bool, the shares that are whole documents.
     """
-    # In ping and in pong, documents on several ranks leave "room" [R] tokens. "more" [R] is the work of these documents
-    # and of filler in all of the room.
+    # In ping and in pong, documents on several ranks leave "room" [R] tokens. "more" [R] is the work of documents on
+    # several ranks, and of filler if it took all of the room.
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
@@ -130,7 +131,7 @@ def cut_whole(
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
             # These ranks need more than one cut. "heads" cuts all documents of a rank at one row number, or at one part
-            # of their rows. That counts if ping's work is then nearer to the wanted work.
+            # of their rows. A rank takes these heads if they bring ping's surplus nearer to the wanted surplus.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])

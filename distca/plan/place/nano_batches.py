@@ -18,7 +18,8 @@ from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
 """How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even": both get about equal
-attention work. "lean": like "even", but see :func:`distca.plan.place.lay_out.lay_out`."""
+attention work. "lean" differs from "even" only in the placement "spread" (:func:`distca.plan.place.lay_out.lay_out`).
+There ping gets a quarter to half of the work, but with "lean" perhaps less: then long documents are in pong alone."""
 _DEALT_ONE_BY_ONE = 64
 """:func:`dealt_evenly` deals this many of the longest documents one by one, and shorter documents in turns. With 8
 instead, attention on the slowest rank takes 0.1 % longer (``benchmarks/planner_constants.py``)."""
@@ -115,8 +116,8 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     ping, pong = ranking[in_ping], ranking[~in_ping]
     difference = abs(int(length[ping].sum()) - int(length[pong].sum()))
 
-    # The cut is at most "difference" tokens away from the border between ping's and pong's documents. So on either side
-    # of the border there are short documents, with at least "difference" tokens together.
+    # The cut is at most "difference" tokens away from the border between ping's and pong's documents. Each side has its
+    # shortest documents next to the border, with at least "difference" tokens. So the cut is among short documents.
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), difference)) + 1

@@ -124,7 +124,8 @@ class Dealt:
         left: document, low and high, as in :class:`Shares`, of each part of a document that found no room.
         work: [D] float64 work of each document, if it is not cut.
         short_rate: the filler's work per token.
-        long: [D] bool, whether a document is long. Another document has several shares if it fitted on no rank whole.
+        long: [D] bool, whether a document is long. A document that is not long has several shares if no rank had room
+            for all of it.
     """
 
     shares: Shares
@@ -188,7 +189,8 @@ def deal(
         shared = float((whole + extra)[long].sum()) / (len(budgets) + float(extra.sum()))
         longest_other = float(rows[~long].max(initial=0)) / max(int(budgets.max()), 1)
         split = NanoSplit.of(shared, float(rows[long].sum() / budgets.sum()), sparse, longest_other, lean)
-        # Documents with little work per token fill the rows that shares leave free, so shares may have less work.
+        # Documents with little work per token fill the rows that shares leave free. A rank's shares have to leave time
+        # for the work of these documents.
         most = split.most_work - sparse * (1 - split.most_rows)
         extra = _shares_each(surplus, added, long, min(wanted, most)) * added
     limits = split.most_work, split.most_rows
@@ -259,8 +261,8 @@ def _shares_each(surplus: np.ndarray, added: np.ndarray, long: np.ndarray, most:
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
     """Returns [I] work that a cut adds for every share of a document, because each share reads keys again.
 
-    It is found for a share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8. What this share
-    has beyond half of the document's work is added."""
+    The result is the work of one share of half the document, minus half of the document's work. This share has the
+    rows from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)

@@ -7,7 +7,7 @@ So a piece needs the ``width`` rows of its document before the piece: its *halo*
 In each nano-batch, ranks send the rows of this nano-batch that are halo rows of a piece in ping or pong. A rank
 receives a row once, and "receives" its own rows too. Its pieces pick halo rows from all rows received so far.
 
-Array legend: H pairs of a piece and one of its halo rows; G rows of one rank. Arrays are int64.
+Array legend: H pairs of a piece and one of its halo rows; G rows that one rank gives. Arrays are int64.
 """
 
 from __future__ import annotations

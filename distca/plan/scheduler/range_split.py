@@ -84,7 +84,9 @@ class Timer:
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N + 2] seconds. The sender has the first and last, receiver ``chosen[i - 1]`` has range i."""
+        """Returns [K][N + 2] seconds of the ranges [start, stop).
+
+        The first and the last range are on the sender. Range i between them is on receiver ``chosen[i - 1]``."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
         return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])
@@ -160,8 +162,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     """Returns ranges for receivers, at the place with the lowest price.
 
     The ranges save the sender about ``excess.need`` seconds, or less if receivers have too little room. Ranges that
-    exceed their receiver's room are shortened. Those that still do, or exceed ``timer.most_overhead``, are dropped. The
-    result is None if no range is left."""
+    exceed their receiver's room are shortened. A range is dropped if it still exceeds the room, or if its cut adds more
+    time than ``timer.most_overhead`` allows. The result is None if no range is left."""
     # The size of a range is its number of query-key pairs; ``wanted`` pairs should leave the sender. Sizes are guessed,
     # and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))
@@ -213,8 +215,8 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[int], list[float]]:
     """Returns [N] chosen receivers and the pairs that each gets, fewest pairs first.
 
-    Each receiver reads all keys up to the end of its range. With small ranges first, receivers read fewest keys
-    together.
+    Each receiver reads all keys up to the end of its range. Small ranges come first in the part, because then the
+    numbers of keys that receivers read have the smallest sum.
 
     In order of preference, receivers get as many pairs as they have room for. The last pairs go to the receiver with
     the least room that suffices, on the sender's node if possible. Example: 60 pairs should go, and receivers have room

@@ -32,6 +32,7 @@ class Landing:
     """All parts of one hop of an exchange, or some of these parts.
 
     Attributes:
+        number: the hop's number.
         reuses: a rank writes to a receiver once the receiver has consumed all hops up to this number; 0 for no wait.
         begins: for each part, the first byte of its rows in the receive buffer.
     """
@@ -61,9 +62,9 @@ class OneSidedTransport:
             the fabric cannot write. With None, they raise TransportError.
 
     Attributes:
-        waits_at_once: whether callers wait for an exchange right after its launch. Then a kernel copies the rows that
-            stay here, while other rows travel. Otherwise copy engines may copy them, after the rows that travel, so
-            that no multiprocessor is taken from what is computed meanwhile.
+        waits_at_once: whether callers wait for an exchange right after its launch. If True, a kernel copies the rows
+            that stay here, while other rows travel. If False, copy engines may copy the rows that stay, after those
+            that travel. Copy engines take no multiprocessor from what is computed meanwhile.
         fallback_exchanges: number of exchanges by the fallback since :meth:`use_fallback` was last called.
     """
 
@@ -110,7 +111,7 @@ class OneSidedTransport:
         return OneSidedHandle(self, (others, second), tokens, beside, self._keep(parts, tokens[0]))
 
     def for_another(self, fallback: Transport | None, waits_at_once: bool) -> OneSidedTransport:
-        """Returns a transport for another user of the same memory; exchanges of both are numbered together."""
+        """Returns a transport for another user of the same memory. One sequence numbers the hops of both users."""
         other = copy(self)
         other.waits_at_once = waits_at_once
         other.use_fallback(fallback)
@@ -218,7 +219,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange by the fallback transport. It has a hop's number, which :meth:`wait` signals as consumed."""
+    """An exchange by the fallback transport. It takes the number of a hop, which :meth:`wait` signals as consumed."""
 
     _transport: OneSidedTransport
     _number: int
