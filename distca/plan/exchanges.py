@@ -78,7 +78,8 @@ class RowExchange:
         receive: rows that this server receives from other homes.
         keep: rows from this rank's home tensor to its own server buffer.
         repeat: copies from the server buffer to regions. Empty if the buffer already consists of the regions.
-        before: copies to regions from the server buffer of the micro-batch's first part, if this is the second part.
+        before: in pong (the second nano-batch), copies to regions from rows that this server keeps of ping. Empty in
+            other cases.
         travelling: number of rows that travel, summed over all ranks. If it is 0, all ranks skip the exchange.
         ahead_at_server: [R] rows that each server receives from ranks below this rank: the offset of this rank's rows
             among all rows that arrive at that server.
@@ -103,7 +104,7 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class ReadRanges:
-    """Ranges of rows that servers read, for all ranks; N pieces.
+    """The N ranges of rows, called *pieces*, that the servers on all ranks read.
 
     Attributes:
         sender: [N] rank that has the rows.

@@ -12,8 +12,8 @@ Example: a document of 6 rows is on two ranks.
 | query rows in pong | 4 | 5 |
 | k,v rows in pong | 0, 1 (carried), 4 | 2, 3 (carried), 5 |
 
-Array legend: S shards, R ranks, N ranges, and D documents of the micro-batch. With pipeline stages, these are those of
-all micro-batches that are planned together. All arrays are int64.
+Array legend: S shards, R ranks, N ranges, D documents. D counts the documents of the micro-batch; with pipeline stages,
+of all micro-batches that are planned together. All arrays are int64.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Layout:
         first: [D] position of each document's first query row in this nano-batch.
         last: [D] one past the last query row; ``first == last`` for a document without query rows here.
         q: shards of the query rows [first, last) of every document.
-        kv: shards of the k,v rows [0, last) of every document with query rows here. After :meth:`within` some first
-            rows are missing. A rank's k,v tensor has the carried rows first, then the k,v rows of its query rows.
+        kv: shards of the k,v rows [0, last) of every document with query rows here. After :meth:`within`, documents may
+            lack their first rows. A rank's k,v tensor has the carried rows first, then the k,v rows of its query rows.
         q_rows: [R] number of query rows of each rank.
         carried_rows: [R] number of carried rows of each rank.
     """

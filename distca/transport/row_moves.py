@@ -1,7 +1,7 @@
 """The index tensors with which a rank sends rows of q, k, v, outputs or gradients, and stores received rows.
 
-Recurrent layers (linear attention, SSM) use the same moves; their "server" is the rank that receives rows on the way
-there.
+Recurrent layers (linear attention, SSM) use the same moves. For such layers, "server" means the rank that receives
+rows, and "home" the rank that sends them.
 
 - home: the rank that holds a row between layers.
 - server: a rank that computes attention. It gets q, k and v rows from homes, into a buffer.
@@ -147,8 +147,8 @@ class RowMoves:
         """Writes the received rows ``packed`` to ``destination``, or adds them to it if a row gets several values.
 
         With a ``reduction``, callers must call :meth:`copy_kept` first, because received rows are added to kept rows. A
-        row that gets several values, none of them kept, must hold zeros before. For moves that were made with ``adds``
-        it holds a value, to which others are added."""
+        row that gets several values, none of them kept, must hold zeros before. If the moves were made with ``adds``
+        (:meth:`there_and_back`), received rows are added to what each destination row holds."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
         else:
@@ -170,7 +170,7 @@ class Reduction:
         shared_home: int64 indices of shared home rows, ascending.
         copies: int64 indices of packed rows for shared home rows, grouped by home row, in packed order.
         borders: [len(shared_home) + 1] int64; copies[borders[i]:borders[i+1]] are added to home row shared_home[i].
-        rounds: the same additions, if torch runs them without the CUDA library, as pairs (indices of packed rows,
+        rounds: the same additions, read if torch adds without the CUDA library, as pairs (indices of packed rows,
             indices i in shared_home). A round has each i at most once, so the order of additions is fixed.
     """
 

@@ -9,10 +9,12 @@ T is the number of rows in the micro-batch. c_i is the number of rows with exper
 P_i is the sum of all rows' scores for expert i. "seq_aux_loss" is this formula for each document, with its T, c_i, P_i.
 
 Here a loss is multiplied by its T, because a step ends with a division of gradients by the step's number of tokens. c_i
-has no gradient, so the gradient of a row's score for expert i is coeff x E x c_i / (topk x T). Forward counts c_i on
-each rank, one all-reduce adds up the counts of all ranks of the pipeline stage, and backward reads the sums. Where the
-script scales the model's loss (``grad_scale_func`` of Megatron's configuration), these losses are scaled likewise,
-or by ``moe_grad_scale_func`` where it has that.
+has no gradient. So the loss's gradient with respect to a row's score for expert i is coeff x E x c_i / (topk x T).
+Forward counts c_i on each rank, one all-reduce adds up the counts of all ranks of the pipeline stage, and backward
+reads the sums.
+
+If Megatron's configuration has ``moe_grad_scale_func``, these losses are multiplied by what that function returns.
+Otherwise they are scaled like the model's loss: by ``grad_scale_func``, if the configuration has it.
 
 A *nano-batch* is the whole micro-batch, or one of its two parts. Shape suffixes: N rows on this rank; E experts; D
 documents of the micro-batch, but 1 without "seq_aux_loss".
@@ -50,7 +52,7 @@ class MicroBatchBalance:
     """Counts each expert's rows in one micro-batch, for the layers of one pipeline stage.
 
     Args:
-        layers: this stage's layers with experts, counted from 1 over the whole model.
+        layers: numbers of this stage's layers with experts; the model's first layer is 1.
         documents_N: int64 number of each row's document, for this rank's rows, one nano-batch after the other; -1 for
             padding.
         nano_rows: number of this rank's rows in each nano-batch.
@@ -166,7 +168,7 @@ class MicroBatchBalance:
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
     def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:
-        """Returns [N, E] the auxiliary losses' gradients of scores, or [1, E] if they are equal for all rows.
+        """Returns the auxiliary losses' gradient with respect to scores: [N, E], or [1, E] if it is equal for all rows.
 
         Values for padding rows are arbitrary.
         """
@@ -279,9 +281,9 @@ class _Balanced(torch.autograd.Function):
 
 
 def with_loss(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Returns ``activation`` unchanged; backward adds the gradient of the scalar ``loss``, the router's z-loss.
+    """Returns ``activation`` unchanged; its backward also runs backward of the scalar ``loss``, the router's z-loss.
 
-    The caller has scaled the loss as far as it has to be."""
+    ``loss`` must have been multiplied by its coefficient and by :attr:`MicroBatchBalance.loss_scale`."""
     attached: torch.Tensor = _WithLoss.apply(activation, loss)
     return attached
 

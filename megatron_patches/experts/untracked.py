@@ -1,6 +1,6 @@
-"""Warns of Megatron's own log of balancing losses, which has none, or 0, for models that ``distca.CAD`` attached.
+"""Warns that Megatron's own log leaves out the balancing losses of models that ``distca.CAD`` attached, or shows 0.
 
-Their routers never compute a balancing loss, only its gradient (``balance.py``).
+Routers of such models never compute a balancing loss, only its gradient (``balance.py``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _warning(log: Callable[..., Any]) -> Callable[..., Any]:
     def warning(*args: Any, **named: Any) -> Any:
         if not warning.warned and dist.get_rank() == 0:  # type: ignore[attr-defined]
             logger.warning(
-                "Megatron's log of MoE metrics has nothing of models that CAD attached, and may say 0 for their "
-                "balancing losses: CAD.expert_loads says how rows are spread over experts."
+                "Megatron's log of MoE metrics leaves out models that CAD attached, or shows 0 for their balancing "
+                "losses: CAD.expert_loads says how rows are spread over experts."
             )
         warning.warned = True  # type: ignore[attr-defined]
         return log(*args, **named)

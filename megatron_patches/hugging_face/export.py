@@ -117,7 +117,7 @@ def _write_stage(
 def _has_shares(by_expert: bool) -> bool:
     """Whether the export takes this rank's shares of experts' weights, or with ``by_expert`` False of other weights.
 
-    It takes those of data-parallel rank 0, of which the other data-parallel ranks have copies.
+    Data-parallel ranks have copies of the same shares. The export takes the copy on data-parallel rank 0.
     """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
@@ -132,7 +132,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 
 
 def _gathered(own: Sequence[tuple[torch.Tensor, Slot]], values: Values) -> Iterator[tuple[Slot, list[torch.Tensor]]]:
-    """Yields each parameter's slot with all ranks' shares. A rank whose share is not exported gets this share alone."""
+    """Yields each parameter's slot with all ranks' shares. A rank whose shares are not exported gets its own only."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]

@@ -19,7 +19,7 @@ from megatron_patches.steps.step_documents import checksum
 class AgreedSteps:
     """Makes the steps of this rank's loops (training, validation) in one thread, and compares each step between ranks.
 
-    Ranks compare checksums of the step's plan, of the documents' weights and of a sample of their token ids. All ranks
+    Ranks compare checksums of the step's plan, of the documents' weights in the loss, and of a few token ids. All ranks
     must create the object together, because it creates a process group.
 
     Args:

@@ -21,7 +21,7 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of tasks on each server. Methods of a cost model without an argument ``server`` use the first table.
+    """Seconds of tasks on each server. Methods that have no argument ``server`` use the first table.
 
     Attributes:
         tables: cost models.
@@ -84,7 +84,9 @@ class PoolCost(CostModel):
         return np.array(self.of_server, np.int64)
 
     def work(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns the work of tasks, where ``q_rows`` and ``kv_rows`` are all tasks that the servers will compute.
+        """Returns the pool's :class:`ServerWork`.
+
+        ``q_rows`` and ``kv_rows`` must be those of all tasks that the servers will compute.
 
         A server's *slowness* is the server's seconds for all tasks, over the work of all tasks. Example: one server
         takes 1 second for all tasks, and another takes 3 seconds. The mean speed is (1 + 1/3) / 2 = 2/3 of all tasks
@@ -131,7 +133,9 @@ class ServerWork:
 
     @staticmethod
     def of(cost: CostModel, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns the work of N tasks by ``cost``. They must be all tasks that the servers will compute."""
+        """Returns the work by ``cost``; rows must be those of all tasks that the servers will compute.
+
+        If ``cost`` is no :class:`PoolCost`, all servers are equally fast, and work is the seconds of ``cost``."""
         if isinstance(cost, PoolCost):
             return cost.work(direction, q_rows, kv_rows)
         return ServerWork(direction, (cost,))

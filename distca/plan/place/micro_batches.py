@@ -28,6 +28,7 @@ def deal_over_micro_batches(
     Args:
         lengths: [documents] tokens per document, each at least 1.
         room: [micro-batches] the most tokens that each micro-batch may have.
+        stages: number of pipeline stages.
 
     Returns:
         For each micro-batch, the ascending int64 indices of its documents. None if a document finds no micro-batch with

@@ -54,7 +54,7 @@ class Pieces(NamedTuple):
     def shortest(self, most: int) -> np.ndarray:
         """Returns the indices of the ``most`` shortest pieces, or of all pieces if there are no more than ``most``.
 
-        If there are more, only one of several pieces with equal rows and stops is returned."""
+        If there are more, only one is returned of several pieces with equally many rows and the same stop."""
         if len(self) <= most:
             return np.arange(len(self))
         rows, stop = self.rows, self.place[2]
@@ -218,7 +218,9 @@ class SchedulerState:
         return self._pieces[rank]
 
     def on(self, receiver: int, holder: int, pieces: Pieces) -> np.ndarray:
-        """Returns [K, P] seconds that ``pieces``, with the seconds of the server ``holder``, take on ``receiver``."""
+        """Returns [K, P] seconds of ``pieces`` on the server ``receiver``.
+
+        ``pieces.seconds`` must be the seconds on the server ``holder``."""
         if self.work.same(receiver, holder):
             return pieces.seconds
         return self.work.on(receiver, pieces.rows, pieces.place[2])
@@ -226,14 +228,14 @@ class SchedulerState:
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns [N] ranks that read ``document``, and [N] one past the last row that each has read for any range.
 
-        If a single rank computed the whole document at the beginning, this rank is left out. Only this rank ever gives
-        parts of the document away."""
+        If a single rank computed the whole document at the beginning, the result leaves this rank out. Only this rank
+        ever gives parts of the document away, so what it reads itself never matters."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
     def may_keep(self, document: int, stop: int) -> np.ndarray:
         """Returns [R] bool, whether a server would read at most ``kept_limit`` rows if it read ``document`` up to
-        ``stop`` too. The sender's own value has no meaning."""
+        ``stop`` too. The value of the server that gives the range away means nothing."""
         kept = self.most_kept + stop
         sharing, had = self.sharers(document)
         kept[sharing] -= np.minimum(had, stop)
@@ -320,7 +322,7 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """Returns {document: {rank: one past the last row that the rank reads}} for documents on several ranks."""
+    """Returns {document: {rank: one past the last row that the rank reads}} for documents with several servers."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
     columns = (last.document, last.server, last.stop)

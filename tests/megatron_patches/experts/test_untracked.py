@@ -1,4 +1,4 @@
-"""A script that logs Megatron's MoE metrics hears once that they have nothing of attached models."""
+"""A script that logs Megatron's MoE metrics is told once that the log leaves out attached models."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def test_megatrons_log_of_metrics_warns_once(
             getattr(moe_utils, untracked._LOGS)()
     assert seen == ["log"] * 2
     (record,) = caplog.records
-    assert "has nothing of models that CAD attached" in record.getMessage()
+    assert "leaves out models that CAD attached" in record.getMessage()
