@@ -1,6 +1,6 @@
 """Describes the kinds of attention layers: which keys a query sees, and how scores become weights.
 
-Without pipeline stages, layers of one kind share a plan: which rank computes the attention of each token.
+A plan says which rank computes the attention of each token. Without pipeline stages, layers of one kind share a plan.
 """
 
 from __future__ import annotations

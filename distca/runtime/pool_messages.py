@@ -52,8 +52,8 @@ class Comer:
         process: identity of the process; new after a restart.
         kernel: name of the attention kernel; empty until the server has chosen one.
         gpu_id: identity of the GPU; servers on the same GPU have the same ``gpu_id``. Empty without a GPU.
-        arrival: number of the offer among those that came during the run, from 0. It tells a process's offers apart;
-            -1 for the offers with which the run begins.
+        arrival: number of the offer among those that came during the run, from 0; -1 for the offers with which the run
+            begins. The number tells several offers of one process apart.
     """
 
     number: int

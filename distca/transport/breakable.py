@@ -109,9 +109,8 @@ class BreakableTransport:
     def came_to_end(self, device: torch.device) -> bool:
         """Waits for the device, and returns whether all exchanges of a step have succeeded on all ranks.
 
-        If the group is broken before, it returns False at once.
-
-        All ranks must call this method at the end of a step.
+        All ranks must call this method at the end of a step. If the group is already broken, a home returns False at
+        once.
 
         Raises:
             RuntimeError: as in :meth:`failed`.

@@ -160,9 +160,9 @@ def push_rows(
 
     Args:
         pieces: for each piece (contiguous tensor, [N] int64 numbers of its rows to write, address on any GPU). The rows
-            follow each other from this address without gaps.
+            are written one behind the other, from this address on.
         arrived: uint64 addresses of slots to which ``number`` is signalled; empty for no signal.
-        finished_blocks: [1] int32 zero, a counter for the kernel. Two streams must not share a counter.
+        finished_blocks: [1] int32, a counter for the kernel, zero before and after. Two streams must not share it.
         most_blocks: the most thread blocks, of 256 threads each, that the kernel has.
     """
     table = [(rows.data_ptr(), index.data_ptr(), to, len(index), row_bytes(rows)) for rows, index, to in pieces]

@@ -46,7 +46,7 @@ class FoundExperts:
 
     @classmethod
     def of(cls, module: SequentialMLP) -> FoundExperts:
-        """Looks at each expert. That takes the host long, so callers keep the result for a micro-batch."""
+        """Looks at each expert. This takes long on the host, so callers keep the result for a micro-batch."""
         first: list[Any] = [expert.linear_fc1 for expert in module.local_experts]
         second: list[Any] = [expert.linear_fc2 for expert in module.local_experts]
         if not all(map(_is_bare, first + second)) or module.config.activation_func_fp8_input_store:

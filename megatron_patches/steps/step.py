@@ -51,7 +51,7 @@ class Step:
             other than 0.
         generation: the number of the servers' generation for which the step was planned (``server_members.py``).
         queued: ``CAD.forward_backward`` calls it when the step's last kernel is queued. ``CAD.plan_ahead`` then begins
-            to plan the next step; without a call it begins when the loop asks for that step.
+            to plan the next step. Without this call, planning begins when the loop asks for the next step.
     """
 
     documents: StepDocuments

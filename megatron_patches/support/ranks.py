@@ -89,7 +89,7 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
 def check_same_frozen(model: LanguageModule) -> None:
     """Compares between ranks, which call this together, which weights of a model are frozen.
 
-    Experts are compared between ranks that have the same ones, which reduce their gradients together.
+    An expert is compared between the ranks that have it, because these ranks reduce its gradients together.
 
     Raises:
         SupportError: on all ranks, if ranks of a pipeline stage froze different weights; or if an embedding and an

@@ -136,7 +136,7 @@ def _forget_step(model: DistributedDataParallel) -> None:
 
 
 def note_trained(model: DistributedDataParallel) -> None:
-    """Marks a training step as finished. Without the mark the next :func:`made_ready` takes the step for failed."""
+    """Marks a training step as finished. Without the mark, the next :func:`made_ready` assumes that it failed."""
     model.unfinished = False
     note_gradients(model)
 

@@ -4,7 +4,7 @@ The *home rank* of a token computes the token's linear layers; the *row* is the 
 micro-batch is computed as one or two *nano-batches*, ping and pong: the transfers of one run during the computation of
 the other. If a document has tokens in both, its first tokens are in ping and its last tokens in pong.
 
-Array legend: D documents of the micro-batch, R ranks. Arrays are int64, but for seconds of work. A *shard* is a range
+Array legend: D documents of the micro-batch, R ranks. Arrays are int64, except seconds of work. A *shard* is a range
 of one document on one rank.
 """
 

@@ -2,8 +2,8 @@
 
 - A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
 - A *piece* is a range of query rows of one document on one server.
-- A server's *load* is the seconds that its pieces take. If servers are not equally fast, these are seconds of a server
-  of mean speed, and so are targets, limits and room.
+- A server's *load* is the seconds that its pieces take. If servers are not equally fast, all loads, targets, limits and
+  room are scaled to a server of mean speed.
 - A server's *target* is the load that it should have. Its *limit* is a little more than its target.
 - A *sender* is a server above its limit that gives pieces away. *Receivers* are servers below their limits.
 - A *stuck* server is above its limit and can give nothing away. A server's *room* is its limit minus its load.
@@ -103,9 +103,9 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        ``document`` was cut last. Ranks that computed rows of it before any move come first: some receivers now have
-        its k,v rows, so few bytes travel. ``free`` [R] is how far servers are below their limits, in parts of the mean
-        load."""
+        ``document`` was cut last. Ranks that computed rows of this document before any move come first: some receivers
+        now have its k,v rows, so few bytes travel. ``free`` [R] is how far servers are below their limits, in parts of
+        the mean load."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
