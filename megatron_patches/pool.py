@@ -40,8 +40,8 @@ def join_pool(
         KernelError: the kernel cannot run on a rank or a process of ``remote``, or gives wrong results there.
         TransportError: the transport cannot be used.
         LaunchError: a process of ``remote`` gives no answer.
-        SupportError: the model has recurrent layers, and no kernel on this device gives right results for them; or
-            ``given.deterministic`` is True, and the device is a GPU, for which no kernel of theirs is deterministic.
+        SupportError: the model has recurrent layers, and no kernel for them can run here with right results. On GPUs
+            also if ``given.deterministic`` is True, because no kernel for recurrent layers is deterministic there.
     """
     spec = attention_spec(config, layer_kinds, device, given)
     if remote is not None:
@@ -51,7 +51,8 @@ def join_pool(
     kernel = choose_kernel(given.kernel, spec)
     if remote is not None:
         remote.hear_kernels()
-    # The layers choose again later. All ranks test the kernels here together, before the first step.
+    # All ranks test the kernels of recurrent layers here together. Layers ask for a kernel again in the first step, and
+    # get the one that was chosen here.
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
     sinks = any(kind.sink for kind in layer_kinds.kinds)

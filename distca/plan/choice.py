@@ -109,10 +109,11 @@ class Once:
 
 
 def is_level_at_home(layouts: Sequence[Layout], cost: CostModel) -> bool:
-    """Returns whether homes can compute the attention of their own rows: no row would travel, and ranks are level.
+    """Returns whether it is good enough that every home computes the attention of its own rows.
 
-    Ranks are level if the slowest takes at most ``_FEWER_PIECES`` longer than the mean, in forward and in backward.
-    Without transfers no rank waits for another between nano-batches, so a rank's seconds are added up over them."""
+    It is if no row travels then, and the slowest rank takes at most ``_FEWER_PIECES`` longer than the mean, in forward
+    and in backward. Without transfers no rank waits for another between nano-batches. So the seconds of a rank's
+    nano-batches are added up before ranks are compared."""
     plans = [plan_at_home(layout) for layout in layouts]
     if any(rows.q_rows or rows.kv_rows for rows in map(traffic, plans)):
         return False
@@ -132,8 +133,8 @@ def cheaper(
     Args:
         by_nano_batch: makes the placement "apart".
         together: makes the placement "together".
-        none_is_long: whether no document has clearly more attention work than a rank's mean. If rows travel in
-            "apart", ``together`` is tried if this is True or ranks wait for transfers.
+        none_is_long: whether no document has clearly more attention work than a rank's mean. ``together`` is called
+            only if rows travel in "apart", and ranks wait for them there or ``none_is_long`` is True.
     """
     apart = by_nano_batch()
     before = price(apart)

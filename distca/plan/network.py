@@ -5,7 +5,8 @@
 - server: a rank that computes attention.
 - task: a range of query rows of one document on one server.
 - shard: a range of a document's rows on one home.
-- gateway: of all servers of a node that read a shard from another node, the server that reads most of its rows.
+- gateway: one server for each node and each shard that the node's servers read from another node. It is the server of
+  the node that reads the most rows of the shard.
 
 The home sends k and v to the gateway, which sends them on to the node's other servers. Example: home 0 on node A has a
 shard of rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8 gets 10 rows
@@ -69,8 +70,8 @@ class Links:
 class Reads:
     """The rows that servers read, as *pieces*. A piece is the rows of one shard that one reader reads.
 
-    A reader is a task that reads q, or a *context* that reads k and v: a range of rows that tasks of one server share
-    (``plan.py``). N pieces; arrays are int64 unless noted.
+    A reader of q is a task. A reader of k and v is a *context*: a range of k,v rows that a server reads once for
+    several tasks (``plan.py``). N pieces; arrays are int64 unless noted.
 
     Attributes:
         task: [N] index of the reader among the ``tasks`` of :meth:`of`.

@@ -50,7 +50,7 @@ class HomeRows:
     Attributes:
         q: q_NHD.
         kv: kv_N2GD.
-        prefix: in pong, [rows, 2, G, D] keys and values of those rows of ping whose documents go on in pong; else None.
+        prefix: in pong, [rows, 2, G, D] keys and values of those rows of ping that queries of pong see; else None.
         o: o_NHD after sinks; None before it has come home.
         lse: lse_NH after sinks; None before it has come home.
     """

@@ -52,8 +52,9 @@ def sum_rows(
         packed: [N, ...] rows to add.
         copies: [C] int64 indices of packed rows, grouped by destination row, and added in this order.
         borders: [rows + 1] int64; copies[borders[i]:borders[i+1]] are added to row destination_rows[i].
-        rounds: the same additions, read if torch adds without the CUDA library, as pairs (indices of packed rows,
-            indices i in destination_rows). A round has each i at most once, so the order of additions is fixed.
+        rounds: the same additions in the form that torch needs, for rows that the CUDA library does not add. A round is
+            a pair: indices of packed rows, and for each the index i in destination_rows. A round has each i at most
+            once, so the order of additions is fixed.
         destination: [M, ...] rows to add to, with the dtype and trailing shape of ``packed``.
         destination_rows: [rows] int64 indices of rows of ``destination``, without repetition.
     """

@@ -44,6 +44,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         parameter: the parameter's name in a GPTModel or HybridModel, on this rank.
         layer: the number of the parameter's layer in the whole model, from 0; any number for a parameter outside of
             layers.
+        expert_ranks: number of expert-parallel ranks, which have equally many experts each.
     """
     if parameter == "embedding.word_embeddings.weight":
         return Vocabulary((model.weights.embedding,), model.vocabulary)

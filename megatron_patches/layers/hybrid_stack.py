@@ -50,9 +50,9 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of the rows.
-            attention_mask: the micro-batch in place of a mask. If it is a :class:`PackedMicroBatch`, this rank computes
-                all cores of its rows itself, and ``recompute_segments`` recomputes cores too. With another class, other
-                ranks may compute cores.
+            attention_mask: the micro-batch in place of a mask. With a :class:`PackedMicroBatch` this rank computes all
+                cores of its rows itself, and if ``recompute_segments`` is True, backward recomputes cores too. With
+                another class, other ranks may compute cores, and backward does not recompute cores.
         """
         if not isinstance(attention_mask, PackedMicroBatch):
             return super().forward(hidden_states, attention_mask, rotary_pos_emb)
@@ -88,7 +88,7 @@ def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGA
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
     # All layers but Mamba's are made from the spec of a layer with attention and an MLP. A layer with an MLP alone
-    # keeps ``self_attn_bda``, which adds the previous layer's output to the residual.
+    # keeps ``self_attn_bda``: with it the layer first adds the output of the layer before it to the residual.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
     mlp.module = SplitTransformerLayer

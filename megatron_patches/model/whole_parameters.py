@@ -71,7 +71,8 @@ def share_of(
 def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int) -> None:
     """Copies the parts of tensor-parallel rank ``rank`` from the whole parameters ``full`` into ``model``.
 
-    ``full`` has them by this rank's own names, as in ``model``; :func:`names_in_whole` translates those.
+    The keys of ``full`` are the names of parameters in ``model``. :func:`names_in_whole` returns their names in the
+    whole model.
     """
     divisions = divisions_of(model)
     for name, parameter in model.named_parameters():

@@ -26,7 +26,8 @@ class _BeforeMegatron:
     done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        # ``versions.py`` looks for ``megatron.core`` itself without an import, which needs no torch.
+        # ``versions.py`` only looks up where the package ``megatron.core`` lies, which needs no torch. So the name of
+        # the package itself is ignored here, and torch is imported at the first module inside the package.
         if self.done or not name.startswith("megatron.core."):
             return
         self.done = True

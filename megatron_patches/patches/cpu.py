@@ -43,8 +43,9 @@ def use_cpu() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
-    # At the first use of a device as a context torch notes its factories. They must be torch's own, or no later context
-    # has an effect. transformers then leaves rotary frequencies of a loaded model without values.
+    # At the first ``with torch.device(...)`` torch stores the list of functions to which such a context gives a device.
+    # The list must have torch's own functions, so a context is used here, before some of them are replaced. Otherwise
+    # contexts would have no effect, and models that transformers loads would have rotary frequencies without values.
     with torch.device("cpu"):
         torch.empty(0)
     for name in _FACTORIES:

@@ -72,8 +72,8 @@ class SwigluMLP(MLP):
     """Megatron's MLP with SwiGLU in one pass.
 
     Attributes:
-        keeps_output: whether SwiGLU's output is kept for backward; if False, backward computes it again. Neither holds
-            if the linear layer behind it keeps a copy of its own, as with FP8.
+        keeps_output: whether SwiGLU's output is kept for backward; if False, backward computes it again. This has no
+            effect if the linear layer behind SwiGLU keeps an FP8 copy of the output for its own backward.
     """
 
     keeps_output = False

@@ -23,8 +23,8 @@ The error is the norm of the difference from float64, over the norm in float64. 
 and up to 5.8 % in FP8.
 """
 _MOST_FACTOR = 0.02
-"""The most by which a factor f may differ from 1: f times the float64 product is the least-squares fit of the tested
-product, over all elements. Rounding errors cancel in f; a wrong scale changes f."""
+"""The most by which a factor f may differ from 1. With this f, f times the float64 product is closest to the tested
+product, in the sum of squared differences. Rounding errors cancel in f, but a wrong scale changes f."""
 
 
 def check_products(config: TransformerConfig, device: torch.device) -> str | None:

@@ -117,7 +117,8 @@ class CostModel(ABC):
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         """Returns [K, N] a lower bound on the seconds of each task if it may be cut into smaller tasks.
 
-        It is the whole task's seconds, which hold if cutting saves none; other models must override it."""
+        The bound here is the seconds of the whole task. A model must override this method if the smaller tasks may
+        take less time in sum."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -133,7 +134,9 @@ class CostModel(ABC):
         return self.per_direction(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
-        """Returns the [K][N] seconds of :meth:`per_direction` as lists; for few tasks it is faster in most models."""
+        """Returns the [K][N] seconds of :meth:`per_direction` as lists.
+
+        Most models override this method, so that it is fast for few tasks."""
         q, kv = np.array(q_rows, np.float64), np.array(kv_rows, np.float64)
         seconds: list[list[float]] = self.per_direction(direction, q, kv).tolist()
         return seconds

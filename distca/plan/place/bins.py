@@ -28,14 +28,14 @@ import numpy as np
 
 _DENSE = 0.6
 """An item or filler is *sparse* if its work per token is below this multiple of the mean work per token. Sparse items
-are expected to fill the tokens of a bin that its shares leave free."""
+are expected to fill the tokens that shares leave free in a bin."""
 _SAME_SIZE = 1.5
 """Items are dealt in groups of similar length, so that bins are sorted once for each group. The longest item of a group
 has less than this many times the tokens of the shortest."""
 OVERFULL = 0.012
-"""A bin may exceed the work that it should get by this part of that work. Up to this limit it takes all that is left of
-an item, so that no further bin gets a share. The bin that lacks most surplus takes an item that is not long even beyond
-the limit, if it has enough free tokens."""
+"""A bin may exceed the work that it should get by this part of the work that the smallest bin should get. Up to this
+limit the bin takes all that is left of an item, so that no further bin gets a share. For an item that is not long
+there is no limit in the bin that lacks most surplus. The item goes there whole if that bin has enough free tokens."""
 _OVERFULL_WITH_KEYS = 0.09
 """Replaces ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if :func:`deal_to_bins` gets
 ``few_keys``. With a smaller limit, one more rank would read all keys of the document for little work."""
@@ -218,8 +218,9 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Sparse items will fill the tokens that shares may take and leave free. So their work is subtracted from the
-        # shares' limit. With ``most_rows`` 0.5 this is done here, and with 1 in :meth:`put_parts`.
+        # Shares will leave some of the tokens free that ``most_rows`` allows them. Sparse items will fill these tokens.
+        # So the work of these sparse items is subtracted from the work that ``most_work`` allows shares. If
+        # ``most_rows`` is 0.5, this is done here. If ``most_rows`` is 1, :meth:`put_parts` does it.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)
@@ -249,6 +250,8 @@ class _Bins:
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
         """Puts the items from ``first`` up to ``end`` whole, each into the bin that lacks most surplus.
 
+        An item is *small* if it is not long and its work is at most that of a least share (``LEAST_SHARE``).
+
         Returns the index of the first item that is not small or does not fit into that bin; else ``end``."""
         if first == end or not small[first]:
             return first
@@ -271,9 +274,12 @@ class _Bins:
     def put_whole(self, item: int, rows: float, work: float) -> bool:
         """Puts an item whole into the bin that lacks most surplus among those with enough free tokens.
 
-        Returns False if there is no such bin, or if the bin would get too much work (``OVERFULL``). The caller then
-        calls :meth:`put_parts`, which begins with the bin that lacks most surplus. If that bin has enough free tokens,
-        it gets the whole item all the same. Otherwise the item is cut, so that no bin far exceeds its work."""
+        Returns False if there is no such bin, or if the bin would get too much work (``OVERFULL``). Too much work is
+        accepted if the item's work is at most a least share, or if only less than a least share would fit.
+
+        After False the caller calls :meth:`put_parts`, which begins with the bin that lacks most surplus. If that bin
+        has enough free tokens, it gets the whole item all the same. Otherwise the item is cut, so that no bin far
+        exceeds its work."""
         aside = []
         while self._heap and self._space[self._heap[0][1]] < rows:
             aside.append(heapq.heappop(self._heap))

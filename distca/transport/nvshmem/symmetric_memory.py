@@ -83,8 +83,9 @@ class NvshmemFabric:
         self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
         self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
-        # Addresses: slots of list 1 in this block; this rank's slot of list 2 in each intra-node peer's block.
+        # The addresses of all slots of list 1 in this rank's block. Peers signal there that their rows have arrived.
         self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
+        # The address of this rank's slot of list 2 in the block of each intra-node peer.
         intranode = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._internode]
         self._consumed_there = np.array([address + layout.consumed(self.rank) for address in intranode], np.uint64)
         self.intranode = IntranodePeers(layout.addresses(bases, self.rank), self.receive_buffer.device)
