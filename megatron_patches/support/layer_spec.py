@@ -48,15 +48,15 @@ def check_layer_spec(spec: ModuleSpec) -> None:
             get_gpt_layer_with_transformer_engine_spec.
 
     Raises:
-        SupportError: a class is not supported, attention is not causal, or only some linear layers are Transformer
-            Engine's.
+        SupportError: a class is not supported, a spec lacks the modules inside it, attention is not causal, or only
+            some linear layers are Transformer Engine's.
     """
     if not isinstance(spec, ModuleSpec):
         raise SupportError(
             f"the layer spec is a {type(spec).__name__}, but one ModuleSpec for all layers is needed{_LOCAL}"
         )
     _expect_in_spec("module", spec.module, TransformerLayer, SplitTransformerLayer)
-    parts = spec.submodules
+    parts = _submodules("the layer spec", spec)
     for name in ("pre_cross_attn_layernorm", "cross_attention"):
         _expect_in_spec(name, getattr(parts, name), IdentityOp)
     _expect_in_spec("cross_attn_bda", parts.cross_attn_bda, IdentityFuncOp)
@@ -64,18 +64,18 @@ def check_layer_spec(spec: ModuleSpec) -> None:
         _expect_in_spec(name, getattr(parts, name), get_bias_dropout_add)
     attention = parts.self_attention
     _expect_in_spec("self_attention", _module(attention), SelfAttention)
+    heads = _submodules("self_attention of the layer spec", attention)
     mask = attention.params.get("attn_mask_type")
     if mask is not AttnMaskType.causal:
         raise SupportError(
             f"attn_mask_type of the layer spec is {mask}, but only causal attention is supported{_LOCAL}"
         )
-    heads = attention.submodules
     cores = (DotProductAttention, PackedAttention, TEDotProductAttention)
     _expect_in_spec("self_attention.core_attention", heads.core_attention, *cores)
     for name in ("q_layernorm", "k_layernorm"):
         _expect_in_spec(f"self_attention.{name}", getattr(heads, name), IdentityOp, *_NORMS)
     _expect_in_spec("mlp", _module(parts.mlp), MLP)
-    linears = mlp_submodules(parts.mlp)
+    linears = _submodules("mlp of the layer spec", parts.mlp)
     _expect_norm_and_linear(parts, "input_layernorm", "self_attention.linear_qkv", heads.linear_qkv)
     _expect_norm_and_linear(parts, "pre_mlp_layernorm", "mlp.linear_fc1", linears.linear_fc1)
     _expect_in_spec("self_attention.linear_proj", heads.linear_proj, RowParallelLinear, TERowParallelLinear)
@@ -98,6 +98,15 @@ def has_te_linears(spec: ModuleSpec) -> bool:
 def mlp_submodules(spec: Any) -> Any:
     """Returns the part of an MLP's spec that names the linear layers. Changes of the result change the spec."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def _submodules(path: str, spec: Any) -> Any:
+    """Returns the part of a spec that names the modules inside; refuses a spec or a class without it."""
+    named = isinstance(spec, ModuleSpec) or (isinstance(spec, functools.partial) and "submodules" in spec.keywords)
+    parts = mlp_submodules(spec) if named else None
+    if parts is None:
+        raise SupportError(f"{path} is {name_of(spec)} without submodules, which are needed{_LOCAL}")
+    return parts
 
 
 def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:

@@ -8,6 +8,7 @@ from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -71,6 +72,11 @@ CHANGES = {
         spec.submodules.self_attention.params.update(attn_mask_type=AttnMaskType.no_mask)
     ),
     "mlp of": lambda spec: setattr(spec.submodules, "mlp", TENorm),
+    "the layer spec is TransformerLayer without submodules": lambda spec: setattr(spec, "submodules", None),
+    "self_attention of the layer spec is SelfAttention without": lambda spec: setattr(
+        spec.submodules, "self_attention", SelfAttention
+    ),
+    "mlp of the layer spec is MLP without submodules": lambda spec: setattr(spec.submodules, "mlp", MLP),
 }
 
 
