@@ -80,7 +80,7 @@ class AttentionCall(LayerCall):
         """Starts sending q, k and v rows to servers.
 
         In pong, ``prefix_N2GD`` has keys and values of those rows of ping that queries of pong see. Servers that did
-        not keep these rows get them again. No server keeps them in layers with a window."""
+        not keep these rows get them again. No server keeps them with resend, or in layers with a window."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
