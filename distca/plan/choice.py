@@ -39,13 +39,15 @@ documents to compute. In steps of a shortened Qwen3.5-9B on two H200s, attention
 
 
 class Scheduler(Protocol):
-    """A function that plans one nano-batch: it chooses the server of each query row."""
+    """A function that chooses the server of each query row.
+
+    One call plans one nano-batch, or with pipeline stages one nano-batch of each stage together."""
 
     def __call__(self, layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         """Returns the plan of ``layout``, over all ranks.
 
         Args:
-            layout: the homes of the nano-batch's rows.
+            layout: the homes of all these rows.
             direction: whether to balance the attention seconds of forward, of backward or of both.
             beside: [R] seconds of servers' other work, which are balanced together with attention.
         """

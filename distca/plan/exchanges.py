@@ -7,8 +7,8 @@ A *row* is one token's q, or its k and v. The *home* of a row is the rank that c
 
 q goes from homes to servers in one exchange, and k and v in another. Between nodes, k and v may first go to one server
 of a node, the *gateway*. A third exchange then brings them to other servers of the node. o, dQ, dK and dV return by the
-same exchanges, with source and destination swapped. A transport may do several of them at once: each is a *part* of
-what ``transport/`` calls an exchange.
+same exchanges, with source and destination swapped. For a transport, q is one *part* of an exchange, and k with v is
+another. The gateways' exchange is the second hop of the part with k and v.
 
 Array legend: R ranks, N ranges of rows; all arrays are int64.
 """
@@ -128,7 +128,7 @@ class ReadRanges:
 
         Args:
             reads: the ranges of home rows that T tasks, or T contexts (``plan.py``), read.
-            begin: [T] first position that each task or context reads in its document.
+            begin: [T] first position in the document whose row comes into the server's buffer for a task or context.
             offset: [T] row of this position in the server's buffer.
             shards: the home rank and row of every range of a document.
             links: which ranks share a node; None if all ranks share one.

@@ -96,8 +96,8 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
     """Compares ``metadata`` with the files in the folder ``checkpoint``.
 
     Raises:
-        UnpicklingError: the parts of a tensor do not make up its shape; a file is missing or too short; or the files
-            together have fewer bytes than a tensor.
+        UnpicklingError: the parts of a tensor do not make up its shape; a file is missing or too short; or a tensor has
+            more bytes than all parts together take in their files.
     """
     ends: dict[str, int] = {}  # for each file, where its last part ends, in bytes
     for info in metadata.storage_data.values():
@@ -114,7 +114,7 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
                 f"the parts of {name} do not make up its shape {list(tensor.size)}, or cut more than {_CUTS} dimensions"
             )
         if isinstance(tensor, TensorStorageMetadata) and _bytes(tensor) > sum(ends.values()):
-            raise UnpicklingError(f"{name} has shape {list(tensor.size)}, for which the files are too small")
+            raise UnpicklingError(f"{name} has shape {list(tensor.size)}, for which its parts are too small")
 
 
 def _is_whole(tensor: TensorStorageMetadata) -> bool:
@@ -186,7 +186,7 @@ class _Machine:
         }
 
     def run(self, pickled: bytes) -> Any:
-        """Returns the pickled data, with a :class:`_Name` for each class and a :class:`_Record` for each object."""
+        """Returns the pickled data; a :class:`_Name` stands for a class or dtype, a :class:`_Record` for an object."""
         for operation, argument, _ in pickletools.genops(pickled):
             do = self._operations.get(operation.name)
             if do is None:

@@ -33,7 +33,8 @@ _MAY_CHANGE = {
 _EXPERTS, _LINEAR = "mlp.experts", ("linear_fc1", "linear_fc2")
 """The path of a layer's experts in the layer, and the names of the experts' linear layers.
 
-The ``forward`` of these linear layers runs only if something was added to it, such as a hook."""
+Experts usually run as grouped products, without the ``forward`` of these linear layers. After a hook is put on one of
+these linear layers, their ``forward`` runs. So such a hook is not refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
 
 
 def check_as_attached(model: Any, pool: AttentionPool) -> None:
-    """Checks that the CAD with ``pool`` attached a model, and that its configuration and modules are the same since.
+    """Checks that the CAD with ``pool`` attached the model, and that nothing of :class:`Attached` has changed since.
 
     Raises:
         SupportError: another CAD attached the model; a field or module has changed; or a hook or a changed ``forward``
@@ -140,12 +141,14 @@ def _path_in_layer(name: str) -> str | None:
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
     """Returns the values of a configuration by field, without fields that may change.
 
-    Fields for functions are left out too, because Megatron sets some in every step; ``activation_func`` is not."""
+    The result has ``activation_func``, but no other field for a function. Some of those are set after ``CAD.attach``,
+    for example ``no_sync_func`` in every step."""
     values = {name: getattr(config, name) for name in _names(type(config))}  # type: ignore[arg-type]  # a class is hashable
     return {
         name: list(value) if isinstance(value, list) else value
         for name, value in values.items()
-        if name == "activation_func" or not (name.endswith(("_func", "_method")) and (value is None or callable(value)))
+        if name == "activation_func"
+        or not (name.endswith(("_func", "init_method")) and (value is None or callable(value)))
     }
 
 

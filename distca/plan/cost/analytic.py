@@ -1,6 +1,7 @@
 """Formulas for the seconds of attention tasks.
 
-Planning uses them if it has no measured table. A measured table holds factors on these formulas.
+Planning uses them if it has no measured table. A measured table holds seconds, which planning divides by those of the
+formula.
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document. Each query sees all keys up to its own position,
 or with a *window* of w keys the last w of these keys. A *pair* is a query and a key that the query sees.

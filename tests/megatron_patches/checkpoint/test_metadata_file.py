@@ -180,7 +180,7 @@ _CORNER = ChunkStorageMetadata(torch.Size([0] * 9), torch.Size([1] * 9))
         ({"chunks": _chunks((0, 2))}, "do not make up"),
         ({"chunks": _chunks((0, 3), (1, 1))}, "do not make up"),
         ({"chunks": _chunks((0, 1), (1, 1), (2, 2))}, "more parts of tensors than places"),
-        ({"size": torch.Size([2**40, 2]), "chunks": _chunks((0, 2**40))}, "for which the files are too small"),
+        ({"size": torch.Size([2**40, 2]), "chunks": _chunks((0, 2**40))}, "for which its parts are too small"),
         ({"properties": 7}, "has a int in place of a _Record"),
     ],
 )

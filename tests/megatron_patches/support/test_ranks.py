@@ -26,7 +26,7 @@ def _refusals() -> dict[str, str | None]:
 
     from megatron_patches.ranks.groups import destroy_model_parallel
     from megatron_patches.ranks.world import join_world
-    from megatron_patches.support.ranks import check_groups, check_same_frozen
+    from megatron_patches.support.ranks import check_groups, check_same_frozen, check_same_on_ranks
     from tests.megatron_patches.support.cases import LLAMA, refusal
 
     def said(config: dict[str, Any], **groups: Any) -> str | None:
@@ -40,6 +40,9 @@ def _refusals() -> dict[str, str | None]:
     found["configuration of 2 stages"] = said(stages)
     found["as configured"] = said(stages, pipeline_model_parallel_size=2)
     found["stages first"] = said(stages, pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp")
+    own = TransformerConfig(**LLAMA)
+    own.recompute_method = "uniform" if dist.get_rank() == 1 else None
+    found["recomputation"] = refusal(check_same_on_ranks, own, {})
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     kinds = {"on one stage": ("embedding",), "on both": ("embedding", "output_layer"), "nowhere": ()}
     for name, parts in kinds.items():
@@ -94,6 +97,7 @@ def test_groups_that_a_model_would_not_train_with_are_refused() -> None:
         assert found["frozen on both"] is None and found["frozen nowhere"] is None
         assert found["frozen experts of two ranks with the same"] is None
         assert str(found["frozen experts of one rank"]).startswith("weight is frozen on some ranks, and trained on")
+        assert str(found["recomputation"]).startswith("recompute_method is 'uniform' on rank 1 and None on rank 0")
         assert "call distca.join_world()" in str(found["none yet"])
         assert "in place of torch.distributed.init_process_group" in str(found["joined twice"])
 
