@@ -7,6 +7,7 @@ micro-batch may run as two parts, called nano-batches, each with its own exchang
 from __future__ import annotations
 
 from numbers import Real
+from typing import get_args
 
 from megatron.core.transformer import TransformerConfig
 
@@ -19,7 +20,7 @@ _OTHERS = {
     "megatron's configuration, routers and experts, and the losses for balance between experts": """
         num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
-        moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
+        moe_router_topk_scaling_factor moe_router_dtype moe_router_enable_expert_bias
         moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
         moe_grad_scale_func moe_layer_recompute moe_router_topk_limited_devices expert_model_parallel_size""",
     "no code, as code of this project, which computes the same formula, takes megatron's place": """
@@ -45,6 +46,10 @@ LIMITS = {
     "expert_tensor_parallel_size": Limit("a rank has whole experts, also with tensor parallelism", (1,)),
     "moe_expert_capacity_factor": Limit(_DROPS, (None,), inert="moe_pad_expert_input_to_capacity"),
     "moe_expert_rank_capacity_factor": Limit(_DROPS, (None,)),
+    "moe_router_score_function": Limit(
+        "the installed Megatron-Core has no such scores",
+        get_args(TransformerConfig.__dataclass_fields__["moe_router_score_function"].type),
+    ),
     "moe_token_dropping": Limit(_DROPS, (False,)),
     "expert_gtp_weight_remat_size": Limit("ranks keep all weights of their experts", (1,)),
     "moe_mlp_glu_interleave_size": Limit(_INTERLEAVED, (None,)),

@@ -49,6 +49,7 @@ def test_a_model_with_experts_is_served():
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2, but a rank has whole experts"),
         ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, but two nano-batches would drop"),
         ({"moe_token_dropping": True}, "moe_token_dropping is True, but two nano-batches would drop other rows"),
+        ({"moe_router_score_function": "tanh"}, "moe_router_score_function is 'tanh', but the installed Megatron-Core"),
         ({"moe_latent_size": 16}, "moe_latent_size is 16, but experts read and write whole rows"),
         *(  # newer versions of Megatron only
             ({name: 8}, f"{name} is 8, but in linear_fc1's weight all rows of the gate lie before")
