@@ -16,6 +16,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
+from distca.sizes.head_dims import unserved
+from megatron_patches.model.latent import is_latent
 from megatron_patches.support.experts import EXPERT_FIELDS, check_experts
 from megatron_patches.support.limits import Limit, check_limit
 
@@ -256,6 +258,12 @@ def check_config(config: TransformerConfig) -> None:
             f"num_query_groups is {config.num_query_groups}, fewer than tensor_model_parallel_size "
             f"{config.tensor_model_parallel_size}, but a rank has whole query groups: set tensor_model_parallel_size "
             f"to {config.num_query_groups} or less."
+        )
+    assert config.kv_channels is not None
+    if not is_latent(config) and unserved(config.kv_channels):
+        raise SupportError(
+            f"kv_channels is {config.kv_channels}, but rotary positions turn pairs of a head's elements: set it to an "
+            "even number of at least 2."
         )
 
 

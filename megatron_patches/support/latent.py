@@ -55,6 +55,9 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         f"v_head_dim is {value_dim}: set it to at most qk_head_dim + qk_pos_emb_head_dim, {key_dim}": (
             value_dim > key_dim
         ),
+        f"qk_pos_emb_head_dim is {config.qk_pos_emb_head_dim}, of which pairs are rotated: set it to an even number": (
+            config.qk_pos_emb_head_dim % 2 == 1
+        ),
         "experimental_attention_variant is set: set it to None": config.experimental_attention_variant is not None,
         "window_size is set: set it to None": config.window_size is not None,
         "softmax_type is 'learnable': set it to 'vanilla'": config.softmax_type == "learnable",

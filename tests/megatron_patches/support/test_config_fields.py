@@ -51,7 +51,7 @@ def _away_from_default(name):
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return value + 1
+        return value + 2  # heads have an even number of elements
     if isinstance(value, list):
         return [*value, "more"]
     return "another" if isinstance(value, str) else 3
@@ -118,6 +118,8 @@ def test_what_would_be_lost_is_refused(field, value):
         ({"recompute_modules": ["core_attn"]}, None),
         ({"num_query_groups": 1, "tensor_model_parallel_size": 2}, "num_query_groups is 1, fewer than"),
         ({"num_query_groups": 2, "tensor_model_parallel_size": 2}, None),
+        ({"kv_channels": 7}, "kv_channels is 7, but rotary positions turn pairs"),
+        ({"kv_channels": 7, "multi_latent_attention": True}, None),
         ({"qk_layernorm": True, "add_qkv_bias": True, "softmax_scale": 0.1}, None),
         ({"moe_router_topk": 5, "fp8_margin": 2, "cp_comm_type": "p2p"}, None),
     ],

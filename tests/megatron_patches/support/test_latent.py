@@ -58,6 +58,7 @@ def test_what_is_served(fields: dict[str, Any]) -> None:
     [
         {"num_query_groups": 1},
         {"v_head_dim": 13},
+        {"qk_pos_emb_head_dim": 3},
         {"experimental_attention_variant": "gated_delta_net"},
         {"window_size": (6, 0)},
         {"softmax_type": "learnable"},
