@@ -136,19 +136,19 @@ def _at_home(documents: Any) -> Any:
     return StepDocuments(documents, [np.arange(len(each)) % 2 for each in documents])
 
 
-def _left_of_a_model() -> int:
-    """Weights of a model that was trained, when it is gone and its CAD is not."""
+def _left_of_a_model() -> tuple[int, list[Any]]:
+    """Weights of a model that was trained, when it is gone and its CAD is not; and what a new model evaluates then."""
     from megatron_patches.training.training_step import summed_loss_step
 
-    cad, model, _, shape = _policy()
+    cad, model, config, shape = _policy()
     ddp = cad.data_parallel(model, distributed_optimizer=False)
-    cad.forward_backward(
-        cad.plan_step([[np.arange(length) % shape.vocabulary for length in LENGTHS]]), summed_loss_step, ddp
-    )
+    step = cad.plan_step([[np.arange(length) % shape.vocabulary for length in LENGTHS]])
+    cad.forward_backward(step, summed_loss_step, ddp)
     weights = [weakref.ref(weight) for weight in model.parameters()]
     del model, ddp
     gc.collect()
-    return sum(weight() is not None for weight in weights)
+    left = sum(weight() is not None for weight in weights)
+    return left, cad.log_probabilities(step, _attached(cad, config, shape))
 
 
 def _all() -> dict[str, Any]:
@@ -207,4 +207,6 @@ def test_steps_and_models_that_do_not_fit_are_sentences(found: list[dict[str, An
 
 
 def test_a_model_goes_though_its_cad_stays(found: list[dict[str, Any]]) -> None:
-    assert [rank["left"] for rank in found] == [0, 0]
+    for rank in found:
+        left, ((*documents,),) = rank["left"]
+        assert left == 0 and [len(each) for each in documents] == [length - 1 for length in LENGTHS]
