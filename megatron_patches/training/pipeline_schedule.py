@@ -181,11 +181,11 @@ class _Stage:
         self._pool.timeline.open("embed", 0, 0, "forward")
         with torch.set_grad_enabled(not forward_only):
             output, loss_function = self._forward_step(iter((batch,)), self._model)
-        self._gpt.set_input_tensor(None)  # the model would hold the input until its next micro-batch
-        if self._number == self._last:
-            output, tokens, report = loss_function(output)
-            self.tokens += tokens
-            self.reports.append(report)
+            self._gpt.set_input_tensor(None)  # the model would hold the input until its next micro-batch
+            if self._number == self._last:
+                output, tokens, report = loss_function(output)
+                self.tokens += tokens
+                self.reports.append(report)
         self._pool.timeline.close()
         if not forward_only:
             self._inputs[micro_batch], self._outputs[micro_batch] = received, output

@@ -337,6 +337,7 @@ def _in_stages() -> tuple[str, list[torch.Tensor]]:
     from megatron.core import parallel_state
 
     from distca.parity.cases import ParityCase
+    from distca.parity.disaggregated import token_losses_step
     from megatron_patches.training.training_step import run_schedule, summed_loss_step
 
     def forward_step(batches: Any, model: Any) -> Any:
@@ -350,6 +351,9 @@ def _in_stages() -> tuple[str, list[torch.Tensor]]:
         cad, model, step = small_cases.ready(case, frozen=frozen)
         cad.forward_backward(step, forward_step, model)
         gradients += [each.main_grad.clone() for name, each in model.named_parameters() if "output" in name]
+    with torch.no_grad():
+        cad.forward_backward(step, token_losses_step, model)
+    gradients += [each.main_grad.clone() for name, each in model.named_parameters() if "output" in name]
     with torch.autocast("cpu", dtype=torch.bfloat16):  # refused before a stage waits for another
         assert "inside of torch.autocast" in _refused(cad.forward_backward, step, forward_step, model)
     said = _refused(run_schedule, model, step.batches, summed_loss_step)
@@ -384,6 +388,11 @@ def test_megatrons_pipeline_schedule_is_refused_by_every_stage(stages: list[tupl
 def test_a_stage_of_frozen_weights_takes_part_in_backward(stages: list[tuple[str, list[torch.Tensor]]]) -> None:
     (_, first), (_, (learned, with_frozen, *_)) = stages
     assert not first and learned.norm() > 0 and torch.equal(learned, with_frozen)
+
+
+def test_stages_train_although_the_caller_switched_gradients_off(stages: list[tuple[str, list[torch.Tensor]]]) -> None:
+    learned, _, switched_off, *_ = stages[1][1]
+    torch.testing.assert_close(switched_off, learned)
 
 
 def test_a_stage_may_return_a_loss_of_one_element(stages: list[tuple[str, list[torch.Tensor]]]) -> None:
