@@ -479,7 +479,8 @@ class CAD:
         Raises:
             SupportError: the last :meth:`forward_backward` had another step.
         """
-        return None if self._remote is None else self._remote.served(self.as_run(step).announced)
+        self.as_run(step)
+        return None if self._remote is None else self._remote.served()
 
     def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
         """Ends the recording of times on servers without a model; returns the recorded spans by server number.

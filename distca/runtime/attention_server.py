@@ -236,13 +236,13 @@ class _Server:
                 if kind == "timeline":
                     self._tell_recorded(content)
                     continue
-                step, lengths, forward_only, zero = content
+                step, run, lengths, forward_only, zero = content
                 found = self._planned.pop(step, None) or thread.submit(self._plan, step, lengths)
                 if not self._transport.broken and self._has_served(*found.result(), forward_only, zero):
-                    self._tell_served(step)
+                    self._tell_served(step, run)
                     served += 1
                 else:  # None tells homes to start another generation.
-                    self._store.put(f"served/{step}/{self._number}", None)
+                    self._store.put(f"served/{run}/{self._number}", None)
 
     def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool, zero: float | None) -> bool:
         """Serves a step; returns False if another process of the pool is gone.
@@ -272,15 +272,15 @@ class _Server:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def _tell_served(self, step: int) -> None:
+    def _tell_served(self, step: int, run: int) -> None:
         seconds = self._timeline.take_serves()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             peak = psutil.Process().memory_info().rss
-        self._store.put(f"served/{step}/{self._number}", Served(seconds, peak))
-        self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
+        self._store.put(f"served/{run}/{self._number}", Served(seconds, peak))
+        self._store.drop(f"served/{run - _REMEMBERED}/{self._number}")
         self._store.drop(f"planned/{step}/{self._number}")  # homes compared plans before the step
 
     def _tell_recorded(self, question: int) -> None:

@@ -37,6 +37,7 @@ class RemoteServers(ServerMembers):
     def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
         super().__init__(servers, tp, transport, device)
         self._numbers = count(1)  # numbers of steps and of requests for timelines
+        self._runs = 0  # how often steps ran; a step that runs twice gets two reports
 
     def announce(self, inputs: StepInputs) -> int:
         """Makes servers plan a step. Returns the number by which later calls name the step; 0 on ranks other than 0."""
@@ -77,21 +78,25 @@ class RemoteServers(ServerMembers):
                 one if homes do.
         """
         if self._leads:
+            self._runs += 1
             # A server that has dropped its plan makes it again from these lengths. The first planning may have moved
             # documents to other micro-batches, and ``plan.lengths`` lists them in these micro-batches. None in place of
             # ``StepInputs.room`` forbids further moves.
-            self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
+            lengths = (plan.lengths, plan.homes, None)
+            self._store.tell("run", (number, self._runs, lengths, forward_only, zero))
 
     def is_served(self) -> bool:
         """Whether all exchanges of the step that just ran have succeeded; all homes call it together."""
         return not (self._may_change and self._anywhere(not self.transport.came_to_end(self._device)))
 
-    def served(self, number: int) -> list[Served | None] | None:
-        """Waits for the servers' reports on step ``number``, and returns them in the servers' order.
+    def served(self) -> list[Served | None] | None:
+        """Waits for the servers' reports on the step that ran last, and returns them in the servers' order.
 
         None is the report of a server that has left or does not answer. Ranks other than 0 get None in place of a list.
         """
-        return [self._answer(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
+        if not self._leads:
+            return None
+        return [self._answer(f"served/{self._runs}/{each.number}", each) for each in self._servers]
 
     def timelines(self) -> dict[int, list[dict[str, Any]]]:
         """Ends the servers' timelines, and returns them by the servers' numbers; empty on ranks other than 0."""

@@ -600,5 +600,26 @@ def test_a_long_run_leaves_few_of_a_servers_answers_in_the_store() -> None:
     for step in range(1, 21):
         server._plan(step, ([[4]], None, None))
         assert PoolStore(store).has(f"planned/{step}/0")
-        server._tell_served(step)
+        server._tell_served(step, step)
     assert store.num_keys() < 20
+
+
+def test_a_step_that_runs_twice_gets_two_reports() -> None:
+    store, me = dist.HashStore(), Comer(0, "here", "cpu", "cpu", Process.here())
+    server: Any = attention_server._Server(PoolStore(store), me, ReferenceKernel(), CPU, None)  # type: ignore[arg-type]
+    server._join = lambda _: setattr(server._transport, "broken", False)
+    server._plan, server._has_served = lambda *_: (None, None), lambda *_: not time.sleep(0.05)
+    remote: Any = object.__new__(RemoteServers)
+    remote._leads, remote._store, remote._servers = True, PoolStore(store), [me]
+    remote._may_change, remote._runs, remote._watch = True, 0, SimpleNamespace(is_gone=lambda _: False)
+    seconds, found = [{"forward": [float(number)]} for number in range(2)], []
+    with (
+        ThreadPoolExecutor(1) as thread,
+        patch.object(attention_server.Timeline, "take_serves", lambda _: seconds.pop(0)),
+    ):
+        thread.submit(server.run, SimpleNamespace(terms=SimpleNamespace(layers=())))
+        for _ in range(2):
+            remote.run(1, SimpleNamespace(lengths=[[4]], homes=None), False, None)
+            found += remote.served()
+        remote._store.tell("end")
+    assert [each.seconds for each in found] == [{"forward": [0.0]}, {"forward": [1.0]}]
