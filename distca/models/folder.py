@@ -40,8 +40,13 @@ COMPANIONS = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     "generation_config.json",
+    "tekken.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
-"""Tokenizer, chat templates and generation settings; code that may lie beside them stays behind."""
+"""Tokenizer, chat templates, generation settings, and settings by which a model with several parts reads images; code
+that may lie beside them stays behind."""
 
 
 _WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}")
@@ -97,7 +102,7 @@ def clear(folder: Path) -> None:
 
 
 def copy_companions(source: Path, folder: Path) -> list[str]:
-    """Copy tokenizer, chat templates and generation settings; returns the names that were there."""
+    """Copy the files of COMPANIONS; returns the names that were there."""
     there = [
         str(file.relative_to(source)) for name in COMPANIONS for file in sorted(source.glob(name)) if file.is_file()
     ]

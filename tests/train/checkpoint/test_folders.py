@@ -69,7 +69,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
         family_models.write_folder("qwen3", root / "first", torch.bfloat16)
-    for name in ("tokenizer.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json", "tekken.json"):
         (root / "first" / name).write_text(f'{{"{name}": 1}}')
     return root
 
@@ -105,7 +105,8 @@ def test_a_run_with_nothing_to_resume_begins_with_the_weights_and_writes_them_in
     """Its learning rate changes nothing; that training begins with them is in tests/train/test_fine_tuning.py."""
     before, after = _tensors(root / "first"), _tensors(root / "e0")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+    beside = ("preprocessor_config.json", "tekken.json")
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", *beside):
         assert (root / "e0" / name).read_bytes() == (root / "first" / name).read_bytes()
     fields, ours = (json.loads((root / name / "config.json").read_text()) for name in ("first", "e0"))
     assert ours["max_position_embeddings"] == 96 > fields["max_position_embeddings"]
