@@ -84,6 +84,17 @@ def test_losses_for_balance_are_scaled_as_megatron_scales_losses(kind, scaling):
         assert plain.any() and torch.equal(gradient(dict(only), scaling), 4.0 * plain)
 
 
+def test_a_micro_batch_that_lost_all_documents_has_no_loss_for_balance():
+    router = _router()
+    router.config.moe_router_load_balancing_type = "seq_aux_loss"
+    balance = MicroBatchBalance(router.config, [1], torch.full((ROWS,), -1), [ROWS], 0, True)
+    probs, _, count = router(torch.randn(ROWS, 1, HIDDEN), balance.nano_batch(0))
+    count()
+    balance._counting = False
+    assert not torch.autograd.grad(probs, router.weight, torch.zeros_like(probs))[0].any()
+    assert not balance.report().any()
+
+
 def test_experts_of_a_layer_are_looked_at_once_in_a_micro_batch():
     balance, looks = _nano_batch(_router()).balance, []
     found = [balance.experts(layer, lambda layer=layer: looks.append(layer) or layer) for layer in (1, 2, 1, 2)]
