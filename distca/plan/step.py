@@ -32,9 +32,10 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""A document is long from this many times the attention seconds of an average rank. Rows of long documents travel in
-any placement, so fewer placements are compared if no rank waits for transfers (``none_is_long`` in ``choice.py``).
-Values from 1.01 to 1.2 give about equal plans (benchmarks/results/planner_constants.json)."""
+"""A document is long if its attention takes more than this many times the mean seconds of a rank. Rows of long
+documents travel in any placement. So with a long document, if no rank waits for transfers, a second placement is not
+tried (``none_is_long`` in ``choice.py``). Values from 1.01 to 1.2 give about equal plans
+(benchmarks/results/planner_constants.json)."""
 _LONGER = 1.02
 """If :func:`plan_step` moves documents between micro-batches, a micro-batch gets at most this factor times the tokens
 of the largest micro-batch that was given. If documents do not fit so, the limit is ``room``."""

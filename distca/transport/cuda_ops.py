@@ -141,7 +141,7 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
             row). The destination may be on any GPU. Ranges are a contiguous [N, 3] int64 array: first source row, first
             destination row, number of rows.
         batched: whether one CUDA call copies all ranges, in any order. Otherwise, and before CUDA 13, each range is
-            copied by a call of its own, one after the other. Of these calls, copies inside one GPU run as kernels.
+            copied by a call of its own, one after the other. Such a call runs as a kernel if it copies inside one GPU.
     """
     table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
     packed = np.array(table, np.int64)

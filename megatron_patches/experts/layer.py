@@ -119,7 +119,7 @@ class NanoBatchExperts(MoELayer):
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
         """:meth:`forward` as a generator that returns the sum alone."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
-        # Ranks exchange gradients together, also if only some of them have trained experts.
+        # Ranks exchange gradients. So if any rank trains experts, backward must run on all, and rows need gradients.
         if torch.is_grad_enabled() and self.is_trained and (again or self.ep_group.size() > 1):
             hidden = differentiable(hidden)
         probs, dispatch, count = self._routed(hidden, nano_batch, again)
@@ -194,7 +194,7 @@ def note_trained_experts(model: torch.nn.Module) -> None:
 
 
 def add_biases(model: torch.nn.Module) -> None:
-    """Makes the outputs of experts' second linear layers tensors to which Megatron can add biases.
+    """Lets Megatron add biases to the outputs of experts' second linear layers.
 
     Megatron's MLP adds the bias in place. Without ``explicit_expert_comm`` the output may be a view, of which autograd
     allows no change in place.

@@ -170,7 +170,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         The norm reads the sum, or with ``parallel_mlp`` the residual without the branch.
 
         Args:
-            branch: the output of the mixer, or of an earlier layer's MLP. None if the residual already has it.
+            branch: the output of the mixer, or of the MLP of the layer before. None if ``hidden`` already has it.
             hidden: [rows, 1, hidden] the residual.
 
         Returns:

@@ -71,8 +71,7 @@ def share_of(
 def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int) -> None:
     """Copies the parts of tensor-parallel rank ``rank`` from the whole parameters ``full`` into ``model``.
 
-    The keys of ``full`` are the names of parameters in ``model``. :func:`names_in_whole` returns their names in the
-    whole model.
+    The keys of ``full`` are parameters' names in ``model``, not in the whole model (:func:`names_in_whole`).
     """
     divisions = divisions_of(model)
     for name, parameter in model.named_parameters():

@@ -92,7 +92,8 @@ class RemoteServers(ServerMembers):
     def served(self) -> list[Served | None] | None:
         """Waits for the servers' reports on the step that ran last, and returns them in the servers' order.
 
-        None is the report of a server that has left or does not answer. Ranks other than 0 get None in place of a list.
+        None stands for a server that has left, has lost another member of the pool, or does not answer. Ranks other
+        than 0 get None in place of a list.
         """
         if not self._leads:
             return None

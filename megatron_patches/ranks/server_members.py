@@ -70,8 +70,8 @@ _HERE = timedelta(seconds=15)
 the server. If ``MAY_GO`` does not name the type of device, servers cannot leave, and rank 0 waits for ``TIMEOUT``."""
 _LATE_S = 40.0
 """If a process group has not formed this many seconds after its time limit (``patience``), :func:`ends_by` ends all
-homes, where ranks are watched. Gloo keeps to the limit. NCCL waits without end for a member that is lost, or that it
-cannot reach."""
+homes. In a process without a watcher of ranks (``distca/cluster/health.py``) :func:`ends_by` does nothing. Gloo keeps
+to the limit. NCCL waits without end for a member that is lost, or that it cannot reach."""
 _TRIES = 5
 """The most attempts to form a generation; then the run ends."""
 _TRIES_WITH_NEW = 2
@@ -201,7 +201,7 @@ class ServerMembers:
             of_first_rank(lambda: self._have_measured(folder))  # other homes wait here for minutes
 
     def _have_measured(self, folder: Path) -> None:
-        """Makes one server measure each cost table that is missing, and writes the tables to ``folder``."""
+        """Makes servers measure the missing cost tables, one server for each table. Writes them to ``folder``."""
         spec = self._spec
         heads = (spec.heads, spec.kv_heads, spec.head_dim)
         chosen: dict[ServerSort, Comer] = {}

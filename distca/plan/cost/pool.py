@@ -1,7 +1,8 @@
 """The cost model of servers of unlike speed. Each server has a cost model, its *table*, for its GPU and kernel.
 
 A *task* is a range of ``q_rows`` queries of a document, with all ``kv_rows`` keys up to the last query. A *server* is a
-rank that computes tasks. A task's *work* on a server is its seconds there, scaled to mean speed.
+rank that computes tasks. A task's *work* on a server is its seconds there, divided by the server's slowness
+(:meth:`PoolCost.work`). So it is about what a server of mean speed takes.
 
 K directions (forward, backward), N tasks, R servers, C tables.
 """
