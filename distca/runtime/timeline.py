@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,10 +207,12 @@ class Timeline:
         return events
 
     def _end_on_side_stream(self, span: _Span, works: list[Any]) -> None:
-        """Takes the span's end on a side stream, so that the current stream does not wait for the transfer."""
+        """Takes the span's end on a side stream, so that the current stream does not wait for the transfer.
+
+        A transfer that failed gets no span. ``Handle.wait`` handles its error later."""
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream()
-        with torch.cuda.stream(self._side_stream):
+        with torch.cuda.stream(self._side_stream), suppress(RuntimeError):
             for work in works:
                 work.wait()
             span.end = self.clock.now()

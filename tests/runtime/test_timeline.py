@@ -1,6 +1,7 @@
 """What the timeline says of transfers between gloo ranks."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distca.device.clock import Instant
 from distca.runtime.nodes import LayerCall
 from distca.runtime.timeline import Timeline
 from distca.testing.ranks import run_ranks
@@ -63,3 +65,17 @@ def test_spans_show_the_numbers_of_layers_that_were_given():
     timeline.open("pre", 1, 0, "forward")
     timeline.launched("o", SimpleNamespace(works=[1]), 1, 0, "forward")
     assert [span.name for span in timeline._spans] == ["serve 1 forward", "pre 3 forward", "o 3 forward"]
+
+
+def test_a_transfer_that_failed_is_left_to_the_rank_that_joins_it(monkeypatch):
+    def fail():
+        raise dist.DistBackendError("NCCL communicator was aborted")
+
+    timeline = Timeline("cpu")
+    timeline.start_recording()
+    timeline.clock.on_gpu, timeline._side_stream = True, "side"
+    timeline.clock.now = timeline.clock.work = lambda: Instant(0.0)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    for wait in (fail, lambda: None):
+        timeline.launched("o", SimpleNamespace(works=[SimpleNamespace(wait=wait)]), 0, 0, "forward")
+    assert len(timeline._spans) == 2 and len(timeline.take(0)) == 1
