@@ -7,12 +7,13 @@ gradients on the GPU. Older versions copy it to the host, and so wait once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as optimizers
 
 from distca.ops.scaling import scaled
 
@@ -21,6 +22,7 @@ def norm_gradients_together() -> None:
     """Replaces Megatron's own functions in this process, but not those of Transformer Engine or Apex."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm
+        optimizers.get_grad_norm_fp32 = _without_dimensions(optimizers.get_grad_norm_fp32)
     if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
         clip_grads.multi_tensor_scale_impl = _scale
         if hasattr(clip_grads, "multi_tensor_scale_tensor_impl"):
@@ -34,6 +36,16 @@ def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *
     ``optimizer.step()``. Scripts can print the norm with a number's format, which a tensor with dimensions refuses."""
     (gradients,) = tensors
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32))), None
+
+
+def _without_dimensions(norm_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns Megatron's ``norm_of`` with a result as :func:`_norm` returns, also on a rank without gradients."""
+
+    def norm(*arguments: Any, **named: Any) -> Any:
+        found = norm_of(*arguments, **named)
+        return found.reshape(()) if isinstance(found, torch.Tensor) else found
+
+    return norm
 
 
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as optimizers
 
 from megatron_patches.patches.gradient_norm import _scale_by_tensor, norm_gradients_together
 
@@ -18,6 +19,7 @@ def _own(monkeypatch):
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
     if hasattr(clip_grads, "multi_tensor_scale_tensor_impl"):
         monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None)
+    monkeypatch.setattr(optimizers, "get_grad_norm_fp32", clip_grads.get_grad_norm_fp32)
     norm_gradients_together()
     assert clip_grads.l2_norm_impl is not utils.local_multi_tensor_l2_norm
 
@@ -82,3 +84,13 @@ def test_gradients_are_clipped_without_reading_the_norm(most):
     clipped = torch.cat([weight.grad.flatten() for weight in weights])
     assert torch.allclose(clipped.double(), exact * min(1, most / (float(exact.norm()) + 1e-6)), rtol=1e-6, atol=0)
     assert most < 1 or torch.equal(clipped, torch.cat([each.flatten() for each in _gradients()]))
+
+
+def test_a_rank_without_gradients_can_print_the_norm_too():
+    on_cpu = torch.zeros
+    with (
+        mock.patch.object(torch, "zeros", lambda *size, device=None, **named: on_cpu(*size, **named)),
+        mock.patch.object(torch.distributed, "all_reduce", lambda norm, **_: norm.fill_(4)),
+    ):
+        norm = optimizers.get_grad_norm_fp32([])
+    assert f"{norm:.3f}" == "2.000"
