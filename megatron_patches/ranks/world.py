@@ -16,6 +16,9 @@ from distca.transport.collective import nccl_goes_first
 
 __all__ = ["World", "join_world", "leave_world"]
 
+_left = False
+"""Whether this process has called :func:`leave_world`."""
+
 
 def join_world() -> World:
     """Initialises torch.distributed from the launcher's variables; NCCL for tensors on GPUs, gloo for those on CPUs.
@@ -27,13 +30,18 @@ def join_world() -> World:
         This process's rank, the number of ranks, and its device.
 
     Raises:
-        LaunchError: torch.distributed is initialised already; a variable of the launcher is missing or has an
-            impossible value; or torch cannot use this machine's GPUs.
+        LaunchError: torch.distributed is initialised already; this process has called :func:`leave_world`; a variable
+            of the launcher is missing or has an impossible value; or torch cannot use this machine's GPUs.
     """
     if dist.is_initialized():
         raise LaunchError(
             "torch.distributed is initialised already.",
             "call distca.join_world() in place of torch.distributed.init_process_group.",
+        )
+    if _left:
+        raise LaunchError(
+            "This process has left its world (distca.leave_world), and cannot join a second one.",
+            "call distca.leave_world() only at the script's end, or start another process.",
         )
     end_with_torchrun()
     told = launched()
@@ -56,7 +64,9 @@ def leave_world() -> None:
 
     A process cannot join a second world: Megatron keeps the closed groups, and torchrun's store has old messages.
     """
+    global _left
     dist.destroy_process_group()
+    _left = True
 
 
 def _use_cpu() -> None:

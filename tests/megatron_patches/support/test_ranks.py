@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from distca.errors import LaunchError
 from distca.testing.ranks import run_ranks
+from megatron_patches.ranks import world
 from tests.megatron_patches import small_cases
 
 SIZES = {
@@ -100,6 +102,14 @@ def test_groups_that_a_model_would_not_train_with_are_refused() -> None:
         assert str(found["recomputation"]).startswith("recompute_method is 'uniform' on rank 1 and None on rank 0")
         assert "call distca.join_world()" in str(found["none yet"])
         assert "in place of torch.distributed.init_process_group" in str(found["joined twice"])
+
+
+def test_a_process_that_has_left_its_world_cannot_join_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_left", False)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    world.leave_world()
+    with pytest.raises(LaunchError, match="has left its world"):
+        world.join_world()
 
 
 def test_what_ranks_compare_has_no_addresses_and_no_types_of_numbers() -> None:
