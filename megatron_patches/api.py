@@ -427,7 +427,7 @@ class CAD:
         return dist.get_world_size() + (0 if self._remote is None else self._remote.device_count)
 
     def as_run(self, step: Step) -> Step:
-        """Returns what the last :meth:`forward_backward` ran; callers must have called it with ``step``.
+        """Returns the step that the last :meth:`forward_backward` ran; ``step`` must be what that call got.
 
         If servers without a model left or joined after ``step`` was planned, the result is a new plan of the same
         documents.

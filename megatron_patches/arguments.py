@@ -57,9 +57,9 @@ class CadArguments(CadOptions):
             document moves if the script gives documents their ranks, or if ``disaggregate`` is False.
         level: what a plan makes about equal on all servers: the seconds of "attention", or the "time" of attention and
             linear layers together. "time" needs ``disaggregate``, ``ping_pong`` (a micro-batch runs as two parts), and
-            pipeline stages, ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport
-            other than "nvshmem", if there are stages, ``servers``, ``speeds`` or different cost tables. In other runs,
-            and without measured times of linear layers (``cost_table``), "auto" is "attention".
+            pipeline stages, ``servers`` or ``speeds``. "auto" is "time" on GPUs under the same conditions, where
+            different cost tables of servers count like ``speeds``. It is "attention" otherwise, with the transport
+            "nvshmem", and if the first server's cost table has no times of linear layers.
         recompute: with "none" backward recomputes modules that Megatron's configuration names, and what
             ``keep_outputs`` would keep. With "all" it recomputes layers except core attention; a GPTModel
             without ``disaggregate`` recomputes whole layers.
@@ -160,14 +160,15 @@ class CadArguments(CadOptions):
             homes: the number of ranks with the model in a pool.
             tp: the number of tensor-parallel ranks.
         """
-        # ``speeds`` begins with ``homes`` numbers for the ranks with the model. Then it has one number for each ``tp``
-        # servers in a row. Servers whose number was not there at first have speed 1. Example with ``tp`` 1:
-        # servers 0 and 1 began with speeds 0.5 and 2. If servers 1 and 2 are present now, their speeds are 2 and 1.
+        # ``speeds`` begins with ``homes`` values for the ranks with the model. Then it has one value for every ``tp``
+        # consecutive servers. Servers that were not there at first have speed 1. Example with ``tp`` 1: servers 0 and 1
+        # began with speeds 0.5 and 2. If servers 1 and 2 are present now, their speeds are 2 and 1.
         speeds = tuple(self.speeds)
         if speeds:
             speed_of = dict(zip(at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(speed_of.get(each, 1.0) for each in numbers[::tp])
-        # `ranks_per_node` must divide the pool's number of ranks and servers. Else it becomes 0: a node is a machine.
+        # `ranks_per_node` must divide the number of ranks and servers in a pool. If it no longer does, it becomes 0,
+        # with which every machine is a node.
         nodes = self.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0

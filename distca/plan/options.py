@@ -46,8 +46,8 @@ class PlanOptions:
         resend: True if homes send q, k and v again for backward; False if servers keep q, k and v from forward. With
             several stages and ``disaggregate``, ``resend`` must be True.
         disaggregate: False computes the attention of every row at its home.
-        tolerance: the scheduler ends when the slowest server's time is at most this fraction above the mean. A plan may
-            exceed it. None takes a value that depends on the number of servers.
+        tolerance: the scheduler ends when the slowest server's time is at most this fraction above the mean, or when no
+            move helps. None takes a value that depends on the number of servers.
         links: which servers share a node, and how long bytes take inside a node and between nodes.
         kinds: the kinds of the model's attention layers.
         costs: a cost model for each kind; empty if all kinds have ``cost``.

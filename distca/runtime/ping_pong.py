@@ -180,7 +180,7 @@ class _Run:
     ) -> None:
         """Runs the nano-batches' posts in turns, as generators that pause while rows travel to experts or back.
 
-        The loop needs generators that pause equally often."""
+        All generators must pause equally often: the loop ends once the last nano-batch's generator has ended."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):

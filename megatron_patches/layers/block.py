@@ -176,7 +176,8 @@ def block_spec(
     Args:
         layer: Megatron's spec of a layer with an MLP, local or with Transformer Engine. None takes the local spec.
         options: settings of the model for which ``config`` has no field.
-        disaggregate: False keeps Megatron's own layers, unless ``options``, experts or latent attention need others.
+        disaggregate: False keeps Megatron's own layers, unless ``options``, experts, latent attention or a recurrence
+            need others.
         te: whether linear layers are Transformer Engine's.
 
     Raises:

@@ -47,9 +47,10 @@ class Step:
         planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
         vocabulary: all token ids of this rank are below this number; None if ids were not checked.
-        announced: the number of the step in orders to servers without a model; 0 without such servers, and on ranks
-            other than 0.
-        generation: the number of the servers' generation for which the step was planned (``server_members.py``).
+        announced: the step's number in messages to servers without a model; 0 without such servers, and on ranks other
+            than 0.
+        generation: how often servers without a model had come or left, after the start, when the step was planned
+            (``server_members.py``).
         queued: ``CAD.forward_backward`` calls it when the step's last kernel is queued. ``CAD.plan_ahead`` then begins
             to plan the next step. Without this call, planning begins when the loop asks for the next step.
     """

@@ -218,9 +218,10 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Shares will leave some of the tokens free that ``most_rows`` allows them. Sparse items will fill these tokens.
-        # So the work of these sparse items is subtracted from the work that ``most_work`` allows shares. If
-        # ``most_rows`` is 0.5, this is done here. If ``most_rows`` is 1, :meth:`put_parts` does it.
+        # Sparse items will fill the tokens that shares leave free. So the work of these items is subtracted from the
+        # work that shares may have. If ``most_rows`` is 0.5, shares may take half of the tokens. Here the work of
+        # sparse items in all of that half is subtracted, and :meth:`_put` adds it back for the tokens of each share.
+        # If ``most_rows`` is 1, nothing is subtracted here: :meth:`put_parts` does it.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)

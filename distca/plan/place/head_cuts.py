@@ -25,14 +25,14 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""A rank cuts no document if its work in ping differs from the intended work by at most this part of a rank's mean
-work. A cut costs time, as pong reads the keys of the head again."""
+"""A rank whose work in ping differs from the intended work by at most this part of a rank's mean work cuts no document.
+A cut costs time, as pong reads the keys of the head again."""
 
 _HALVINGS = 16
 """The steps of the bisection in :meth:`_Documents.heads`. After 16 steps the error is a 65,536th of the rank's longest
 document."""
 _NEARLY = 0.02
-"""A rank's work, or surplus, in ping may be below the intended one by this part of the intended one."""
+"""A rank's work or surplus in ping may fall short of the intended value by this part of that value."""
 
 _LEVELLINGS = 2
 """The most tries to give ping the same part of every rank's work. A further try aims at a smaller part."""

@@ -1,8 +1,8 @@
 """Lays out a micro-batch: chooses the home rank, the row and the nano-batch of each token.
 
-The *home rank* of a token computes the token's linear layers; the *row* is the token's index in this rank's tensors. A
-micro-batch is computed as one or two *nano-batches*, ping and pong: the transfers of one run during the computation of
-the other. If a document has tokens in both, its first tokens are in ping and its last tokens in pong.
+The *home rank* of a token computes the token's linear layers; the *row* is the token's index in the home rank's
+tensors. A micro-batch is computed as one or two *nano-batches*, ping and pong: the transfers of one run during the
+computation of the other. If a document has tokens in both, its first tokens are in ping and its last tokens in pong.
 
 Array legend: D documents of the micro-batch, R ranks. Arrays are int64, except seconds of work. A *shard* is a range
 of one document on one rank.
@@ -135,7 +135,9 @@ def _check(
 def _place_nano_batches(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, dealing: Dealing, cost: CostModel | None
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Deals documents to nano-batches, and places each by itself: by work if there is a ``cost``, else in order."""
+    """Deals documents to nano-batches, and then places each nano-batch's documents on ranks.
+
+    With a ``cost``, ranks get about equal work in each nano-batch. Without one, documents are placed in order."""
     total = int(length.sum())
     documents = np.arange(len(length))
     cut = _half(total, align)

@@ -54,8 +54,8 @@ class ChainRoute:
         transitions: the transfer of transitions, each as one row.
         chains: one entry for each document of which this rank computes a state: (the document's index, its links). In
             order, there is a link for each piece of this nano-batch whose summary the rank receives, or before which it
-            computes the state. A document's chain in the nano-batch that is computed first ends with a state. Its chain
-            in the other nano-batch begins with this state.
+            computes the state. A document may have a chain in each nano-batch. The chain that is computed second begins
+            with the state behind the last piece of the first.
     """
 
     sends_state: np.ndarray

@@ -120,7 +120,7 @@ class SchedulerState:
         first: the plan to begin with: all rows computed at home, or the plan of an earlier run.
         work: gives the seconds of a range on every server.
         target: gives the targets of all servers for a mean load.
-        tolerance: the seconds from a server's target to its limit, at its own speed, as a part of the mean load.
+        tolerance: how far each limit is above the target, in the server's own seconds, as a part of the mean load.
         links: which ranks share a node, and how much more a row costs between nodes.
         expected: [K] mean load after cuts, which add work. Limits are computed from it if the mean load is smaller.
 
@@ -128,7 +128,8 @@ class SchedulerState:
         load, mean: [K, R] load of every server, and [K] mean load.
         order: [R] ranks, sorted by the first row that they compute in ``first``. Of equally good ranks, callers must
             take the first in this order, so that a plan does not depend on how ranks are numbered.
-        most_kept: [R] upper bound of the k,v rows that every server reads. Rows of ranges that left it still count.
+        most_kept: [R] upper bound of the k,v rows that each server reads. It counts rows of ranges that left the
+            server, too.
         kept_limit: the limit on ``most_kept`` (``_MOST_KEPT``).
         grew_by_joining: whether :meth:`joined` made the load of any server larger.
     """
