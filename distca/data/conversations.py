@@ -42,7 +42,7 @@ def tools_of(value: Any) -> list[Any] | None:
     """The tools of a conversation, each as a JSON schema; None where it has none.
 
     Raises:
-        ValueError: they are no list.
+        ValueError: they are no list of objects.
     """
     if isinstance(value, str):
         try:
@@ -51,6 +51,11 @@ def tools_of(value: Any) -> list[Any] | None:
             raise ValueError(f"its tools are no JSON ({error})") from None
     if value is not None and not isinstance(value, list):
         raise ValueError("its tools are no list of JSON schemas")
+    for number, tool in enumerate(value or (), 1):
+        if not isinstance(tool, dict):  # a template would write it as a text in quotes
+            raise ValueError(
+                f"its tools are no list of JSON schemas: number {number} is a {type(tool).__name__}, not an object"
+            )
     return value or None
 
 

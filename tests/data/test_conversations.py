@@ -73,7 +73,14 @@ def test_mistakes_are_sentences(value: object, said: str) -> None:
         messages_of(value, "")
 
 
-@pytest.mark.parametrize(("tools", "said"), [("[", "its tools are no JSON"), ({"name": "a"}, "its tools are no list")])
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ("[", "its tools are no JSON"),
+        ({"name": "a"}, "its tools are no list"),
+        ([{"name": "a"}, '{"name": "b"}'], "number 2 is a str, not an object"),
+    ],
+)
 def test_mistakes_of_tools_are_sentences(tools: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         tools_of(tools)
