@@ -75,6 +75,10 @@ def _message(given: Any, number: int, template: str) -> dict[str, Any]:
         )
     if not isinstance(calls, list):
         raise ValueError(f"message {number} has tool_calls that are no list")
+    if message.get(_CALL) and _CALL not in template:  # which would be left out, and an empty turn be learned
+        raise ValueError(
+            f"message {number} has a {_CALL}, which the chat template does not name; write it as tool_calls"
+        )
     if calls:
         message["tool_calls"] = [_call(call, number) for call in calls]
     return message

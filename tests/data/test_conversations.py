@@ -63,6 +63,10 @@ def test_tools_as_a_list_or_as_json() -> None:
         ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "message 1 calls a tool without a name"),
         ([{"role": "assistant", "tool_calls": 7}], "message 1 has tool_calls that are no list"),
         (
+            [{"role": "assistant", "content": "", "function_call": {"name": "a", "arguments": "{}"}}],
+            "message 1 has a function_call, which the chat template does not name; write it as tool_calls",
+        ),
+        (
             [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "{"}]}],
             "message 1 calls a with arguments that are no JSON",
         ),
