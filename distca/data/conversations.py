@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from distca.data.templates.marks import REASONING
+
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SHAREGPT = {
     "system": "system",
@@ -64,7 +66,7 @@ def _message(given: Any, number: int, template: str) -> dict[str, Any]:
         raise ValueError(f"{_SAID}; message {number} is not")
     message = {name: value for name, value in given.items() if value is not None}  # tables fill rows up with nothing
     if "from" in message and "role" not in message:
-        return _of_sharegpt(message, number)
+        message = _of_sharegpt(message, number)
     role, calls = message.get("role"), message.get("tool_calls") or []
     if not isinstance(role, str) or not ("content" in message or calls):
         raise ValueError(f"{_SAID}; message {number} is not")
@@ -94,10 +96,11 @@ def _of_sharegpt(turn: dict[str, Any], number: int) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"message {number} is a {_CALL}, but its value is no JSON ({error})") from None
         calls = call if isinstance(call, list) else [call]
-        return {"role": "assistant", "content": "", "tool_calls": [_call(each, number) for each in calls]}
+        return {"role": "assistant", "content": "", "tool_calls": calls}
     if not isinstance(who, str) or who not in _SHAREGPT:
         raise ValueError(f"message {number} is from {who!r}; known are {', '.join([*_SHAREGPT, _CALL])}")
-    return {"role": _SHAREGPT[who], "content": said}
+    beside = {name: turn[name] for name in (*REASONING, "tool_calls") if name in turn}
+    return {"role": _SHAREGPT[who], "content": said} | beside
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:

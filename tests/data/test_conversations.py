@@ -17,14 +17,14 @@ def test_sharegpt_turns_are_messages() -> None:
         {"from": "human", "value": "weather?"},
         {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": {"city": "Bern"}})},
         {"from": "observation", "value": "rain"},
-        {"from": "gpt", "value": "It rains."},
+        {"from": "gpt", "value": "It rains.", "reasoning_content": "rain", "text": "It rains."},
     ]
     assert messages_of(turns, "") == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "rain"},
-        {"role": "assistant", "content": "It rains."},
+        {"role": "assistant", "content": "It rains.", "reasoning_content": "rain"},
     ]
 
 
