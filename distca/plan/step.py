@@ -220,11 +220,12 @@ def _of_one_stage(options: PlanOptions) -> PlanOptions:
     """Returns the options with which to place documents on the ranks of one stage.
 
     All stages have the same placement. If their servers differ in speed, all count as the first sort of server."""
-    if options.stages == 1 or not isinstance(options.cost, PoolCost):
+    linear, cost = options.non_attention, options.cost
+    unlike = isinstance(cost, PoolCost) or (linear is not None and linear.factors)
+    if options.stages == 1 or not unlike:
         return options
-    linear = options.non_attention
     linear = None if linear is None else replace(linear, factors=())
-    return replace(options, cost=options.cost.tables[0], non_attention=linear)
+    return replace(options, cost=cost.tables[0] if isinstance(cost, PoolCost) else cost, non_attention=linear)
 
 
 def _laid_out(

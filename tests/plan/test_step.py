@@ -219,6 +219,13 @@ def test_stages_may_have_servers_of_unlike_speed(seconds_of_rows: float) -> None
     assert (balance.seconds_before.max(axis=1) > 1.2 * least).all()
 
 
+def test_stages_may_have_homes_whose_linear_layers_alone_are_slower() -> None:
+    linear = NonAttention(500.0, 1000.0, (1.0, 1.0, 2.0, 1.0))
+    balance = plan_step(LENGTHS, replace(STAGES, ranks=2, cost=area_cost(), non_attention=linear)).balance()
+    seconds = balance.seconds_after + balance.other_seconds
+    assert (seconds.max(axis=1) <= 1.03 * seconds.mean(axis=1)).all()
+
+
 def test_only_ranks_of_idle_stages_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[bool]] = []
 
