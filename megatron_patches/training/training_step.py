@@ -121,7 +121,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
     dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     quantization.end_step()
-    factor = 1.0 / tokens.clamp(min=1)
+    factor = 1.0 / tokens.clamp(min=1).float()  # torch would divide in its default dtype, perhaps bfloat16
     for model in models:
         for gradients in _reduced_gradients(model):
             scaled(gradients, factor, out=gradients)

@@ -341,6 +341,10 @@ def _harmless() -> dict[str, list[tuple[str, bool]]]:
     for _ in range(3):  # no optimizer.zero_grad()
         note("not zeroed", cad, ddp, step, usual)
         optimizer.step()
+
+    for default in (torch.bfloat16, torch.float64, torch.float32):
+        torch.set_default_dtype(default)
+        note("default dtype", cad, ddp, step, usual)
     return found
 
 
@@ -507,9 +511,10 @@ def test_steps_and_models_of_another_cad_are_refused_where_something_differs(fou
         assert "has token 60, but the model has ids 0 to 49" in said["both"], "of two models the smaller one counts"
 
 
-@pytest.mark.parametrize("name", ["recomputed", "recomputed at home", "failed", "not zeroed"])
+@pytest.mark.parametrize("name", ["recomputed", "recomputed at home", "failed", "not zeroed", "default dtype"])
 def test_gradients_are_those_of_an_undisturbed_model(found: list[dict[str, Any]], name: str) -> None:
-    """In eval() and train() by turns, after a backward that failed, and where nobody zeroed ``grad``."""
+    """In eval() and train() by turns, after a backward that failed, where nobody zeroed ``grad``, and with other
+    default dtypes of torch."""
     for rank in found:
         assert len(rank["harmless"][name]) >= 3
         assert all(each == ("", True) for each in rank["harmless"][name]), rank["harmless"][name]
