@@ -100,9 +100,9 @@ class Generation:
     """The servers of one generation.
 
     Attributes:
-        servers: the servers, in the order of their ranks in the pool, which follow the homes' ranks. With
-            tensor-parallel size ``tp``, the servers i · ``tp`` to i · ``tp`` + ``tp`` - 1 have the same rank, each in
-            its own process group.
+        servers: the servers, in the order of their ranks in their process groups. In each group homes have the first
+            ranks. With tensor-parallel size ``tp``, the servers i · ``tp`` to i · ``tp`` + ``tp`` - 1 have the same
+            rank, each in its own process group.
         told: the number of the generation's first message. Rank 0 of the homes numbers all of its messages to servers,
             such as plans (``PoolStore.tell``).
     """

@@ -1,8 +1,8 @@
 """The servers that a home knows: how they join at the start, how they leave, and how others come during a run.
 
 The ranks that train are called *homes*. In this file a *server* is a process without a model, which only computes core
-attention for homes. All homes with the same tensor-parallel rank, and their servers, have a process group. In it they
-exchange rows of q, k, v and outputs.
+attention for homes. All homes with the same tensor-parallel rank, and their servers, are a *pool*. A pool has a process
+group, in which its members exchange rows of q, k, v and outputs.
 
 Homes and servers write messages to each other into a key-value store, which all of them reach. Of the homes only rank 0
 reads and writes these, and tells the other homes. At the start:

@@ -102,7 +102,7 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
 
 
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
-    """Finishes the reduction of gradients, divides them by the target tokens, and sets delayed scaling's next scales.
+    """Finishes the reduction of gradients, and divides them by the target tokens. Sets the next delayed scales of FP8.
 
     Schedules call this function in place of ``finalize_model_grads``, in which the host would wait for ``tokens``.
 

@@ -57,7 +57,7 @@ def swapped(length: np.ndarray, work: np.ndarray, bin_of: np.ndarray, bins: int,
         worst = int(misfit.argmax())
         if tries >= _TRIES or misfit[worst] <= _WORK**2:
             break
-        # The deviations of partners are as opposite as possible, in units of what is allowed.
+        # Partners deviate from the mean in the most opposite way, in units of the deviations that are allowed.
         alike = (over * over[:, worst, None] / unit).sum(axis=0)
         others = [each for each in np.argsort(alike, kind="stable").tolist() if each != worst][:_PARTNERS]
         tries += len(others)
