@@ -54,6 +54,7 @@ class Members:
     def __init__(self, meeting: PoolStore, everyone: list[Member], own: int, homes: int) -> None:
         self._meeting, self.everyone, self.own, self.homes = meeting, everyone, own, homes
         self._for_watch: PoolStore | None = None
+        self._late: int | None = None  # this server's own number, if it came during the run
         self._left = f"left/{own - homes}"
 
     @staticmethod
@@ -99,7 +100,7 @@ class Members:
             return Members(meeting, everyone, homes + number, homes)
         members = Members(meeting, [*everyone, me], len(everyone), homes)  # this server comes during the run
         arrival = meeting.count("later", 1) - 1
-        members._left = f"left/later/{arrival}"
+        members._left, members._late = f"left/later/{arrival}", number
         meeting.put(f"later/{arrival}", me)
         return members
 
@@ -121,7 +122,13 @@ class Members:
 
     def name(self, number: int) -> str:
         """Returns the name of a member for messages: "Rank 3" or "Server 0"."""
-        return f"Rank {number}" if number < self.homes else f"Server {number - self.homes}"
+        if number < self.homes:
+            return f"Rank {number}"
+        if self._late is not None and number == self.own:
+            return f"Server {self._late}"
+        if number >= len(self.everyone):
+            return "A server that came later"
+        return f"Server {number - self.homes}"
 
     def is_over(self) -> bool:
         """Whether the homes have told servers to end; a server asks, and notes in the store that it leaves."""

@@ -42,7 +42,11 @@ def test_homes_wait_at_the_end_for_servers_that_came_later() -> None:
     home, first = (Member("there", replace(Process.here(), pid=2**22 + number)) for number in (1, 2))
     meeting.put("members", (1, [home, first]))
     later = [Members.of_server(dist.TCPStore(LOOPBACK, homes.port, is_master=False), 0) for _ in range(2)]
-    ends = threading.Thread(target=Members(meeting, [home, first], own=0, homes=1).let_servers_go)
+    of_home = Members(meeting, [home, first], own=0, homes=1)
+    for late in later:  # reports name no server 1, which never was
+        assert (late.name(late.own), of_home.name(late.own)) == ("Server 0", "A server that came later")
+    assert of_home.name(1) == later[0].name(1) == "Server 0"
+    ends = threading.Thread(target=of_home.let_servers_go)
     ends.start()
     for server in later:
         ends.join(0.2)
