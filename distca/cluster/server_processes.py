@@ -73,7 +73,7 @@ def _tell_homes(number: int, code: int, started: float, is_told_to_end: Callable
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     address = LOOPBACK if pool_on_one_node() else place.address
     # torch would log each vain attempt to reach a store that is not there yet.
-    while not _listens(address, place.port):
+    while not listens(address, place.port):
         if is_told_to_end() or time.monotonic() - started > MEETING.total_seconds():
             return
         time.sleep(_LOOK_S)
@@ -84,7 +84,8 @@ def _tell_homes(number: int, code: int, started: float, is_told_to_end: Callable
         sys.stderr.write(f"Server {number} {how}, and its homes could not be told: {error}\n")
 
 
-def _listens(address: str, port: int) -> bool:
+def listens(address: str, port: int) -> bool:
+    """Whether a process accepts connections there."""
     try:
         socket.create_connection((address, port), _LOOK_S).close()
     except OSError:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
 
 from distca.cluster import server_processes
+from distca.cluster.environment import ServerPlace
 from distca.cluster.interface import LOOPBACK
 from distca.cluster.members import Members
 from distca.cluster.pool_store import PoolStore
@@ -18,6 +20,7 @@ from distca.cluster.process import Member
 from distca.errors import LaunchError
 from distca.testing.ranks import run_ranks
 from distca.train.launch.machines import free_port
+from distca.train.run import serve
 
 
 def test_consecutive_servers_share_a_gpu() -> None:
@@ -25,6 +28,17 @@ def test_consecutive_servers_share_a_gpu() -> None:
     program = ["bash", "-c", "echo $SERVER $LOCAL_RANK"]
     shown = subprocess.run([*words, *program], capture_output=True, text=True, timeout=60)
     assert (shown.returncode, sorted(shown.stdout.splitlines())) == (0, ["4 6", "5 6", "6 7"])
+
+
+def test_a_server_that_is_started_by_hand_finds_homes_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POOL_NODES", raising=False)
+    with socket.create_server(("127.0.0.2", 0)) as homes:
+        place = ServerPlace(0, 0, *homes.getsockname())
+        assert serve._address(place) == place.address
+        monkeypatch.setenv("POOL_NODES", "1")
+        assert serve._address(place) == LOOPBACK
+    monkeypatch.delenv("POOL_NODES")
+    assert serve._address(place) == LOOPBACK
 
 
 def _lose_early_and_late() -> tuple[str, bool]:

@@ -15,11 +15,12 @@ from torch.distributed import TCPStore
 
 from distca import serve
 from distca.attention import AttentionSpec, Kernel
-from distca.cluster.environment import check_gpus_usable, gpu_of, served
+from distca.cluster.environment import ServerPlace, check_gpus_usable, gpu_of, served
 from distca.cluster.health import Health
 from distca.cluster.interface import LOOPBACK, pool_on_one_node
 from distca.cluster.members import Members
 from distca.cluster.process import end_with_parent
+from distca.cluster.server_processes import listens
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_memory import keep_freed_memory
 from distca.errors import DistcaError
@@ -50,8 +51,7 @@ def _serve() -> Health:
         torch.cuda.set_device(gpu_of(place.local_rank, torch.cuda.device_count()))
     else:
         keep_freed_memory()
-    address = LOOPBACK if pool_on_one_node() else place.address
-    store = TCPStore(address, place.port, is_master=False, timeout=TIMEOUT)
+    store = TCPStore(_address(place), place.port, is_master=False, timeout=TIMEOUT)
     health = Health(pool=Members.of_server(store, place.number))
     health.stops_when_asked()  # homes are told too: they finish their step, and let their servers go
     health.pool_has_formed()  # homes see to it that all are there
@@ -59,6 +59,15 @@ def _serve() -> Health:
     with health.ends_failures():
         serve(store, place.number, patience=HOMES_QUIET, measure=_measured)
     return health
+
+
+def _address(place: ServerPlace) -> str:
+    """Returns the address at which the homes' store listens: loopback only, if all homes and servers are on one
+    machine."""
+    # Launchers set POOL_NODES. A server that is started by hand during the run has MASTER_ADDR alone.
+    if "POOL_NODES" not in os.environ and listens(place.address, place.port):
+        return place.address
+    return LOOPBACK if pool_on_one_node() else place.address
 
 
 def _measured(kernel: Kernel, spec: AttentionSpec) -> dict[str, Any]:
