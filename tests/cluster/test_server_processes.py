@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -39,6 +40,9 @@ def test_a_server_that_is_started_by_hand_finds_homes_of_other_machines(monkeypa
         assert serve._address(place) == LOOPBACK
     monkeypatch.delenv("POOL_NODES")
     assert serve._address(place) == LOOPBACK
+    monkeypatch.setattr(serve, "TIMEOUT", timedelta(seconds=0.1))
+    with pytest.raises(LaunchError, match=f"No homes answered at port {place.port} .* of 127.0.0.1 in 0 s"):
+        serve._store(place)
 
 
 def _lose_early_and_late() -> tuple[str, bool]:

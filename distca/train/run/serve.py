@@ -11,7 +11,7 @@ import threading
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from distca import serve
 from distca.attention import AttentionSpec, Kernel
@@ -23,7 +23,7 @@ from distca.cluster.process import end_with_parent
 from distca.cluster.server_processes import listens
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_memory import keep_freed_memory
-from distca.errors import DistcaError
+from distca.errors import DistcaError, LaunchError
 from distca.log import die, setup_logging
 from distca.runtime.attention_server import HOMES_QUIET
 
@@ -51,7 +51,7 @@ def _serve() -> Health:
         torch.cuda.set_device(gpu_of(place.local_rank, torch.cuda.device_count()))
     else:
         keep_freed_memory()
-    store = TCPStore(_address(place), place.port, is_master=False, timeout=TIMEOUT)
+    store = _store(place)
     health = Health(pool=Members.of_server(store, place.number))
     health.stops_when_asked()  # homes are told too: they finish their step, and let their servers go
     health.pool_has_formed()  # homes see to it that all are there
@@ -59,6 +59,22 @@ def _serve() -> Health:
     with health.ends_failures():
         serve(store, place.number, patience=HOMES_QUIET, measure=_measured)
     return health
+
+
+def _store(place: ServerPlace) -> TCPStore:
+    """Returns the homes' store.
+
+    Raises:
+        LaunchError: nothing answers there for ``TIMEOUT``.
+    """
+    address = _address(place)
+    try:
+        return TCPStore(address, place.port, is_master=False, timeout=TIMEOUT)
+    except DistError as error:
+        raise LaunchError(
+            f"No homes answered at port {place.port} (MASTER_PORT) of {address} in {TIMEOUT.total_seconds():.0f} s.",
+            f"start homes with servers, and look whether they run (MASTER_ADDR is {place.address}).",
+        ) from error
 
 
 def _address(place: ServerPlace) -> str:
