@@ -18,6 +18,7 @@ import numpy as np
 from distca.plan.cost.linear import LinearRate
 from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.cost.pool import PoolCost
+from distca.plan.cost.scaled import ScaledCost
 from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
@@ -128,6 +129,8 @@ def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
         return cost
     if isinstance(cost, PoolCost):
         return cost.changed(lambda table: cost_of_kind(kind, table))
+    if isinstance(cost, ScaledCost) and isinstance(cost.measured, AnalyticCost):
+        return cost_of_kind(kind, cost.measured.times(cost.forward_factor, cost.backward_factor))
     if isinstance(cost, AnalyticCost):
         return replace(cost, window=kind.window)
     shape = cost.shape

@@ -69,6 +69,13 @@ def test_a_window_leaves_the_shape_of_heads() -> None:
     assert cost_of_kind(AttentionKind(1.0, window=1024), measured).shape == measured.shape
 
 
+def test_a_window_leaves_a_scaled_formula_a_formula() -> None:
+    kind, q = AttentionKind(1.0, window=64), np.array([1000])
+    seconds = cost_of_kind(kind, area_cost(4, 2, 32)).per_direction("both", q, q)
+    slower = cost_of_kind(kind, scaled(area_cost(4, 2, 32), 2.0, 3.0)).per_direction("both", q, q)
+    np.testing.assert_allclose(slower, seconds * [[2.0], [3.0]])
+
+
 @given(st.lists(st.tuples(rows, rows), min_size=1, max_size=5))
 def test_both_directions_are_forward_and_backward(pairs: list[tuple[int, int]]) -> None:
     q, kv = (np.array(x) for x in zip(*[(min(p), max(p)) for p in pairs], strict=True))
