@@ -29,7 +29,7 @@ def summary(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures |
     table = Table(title=title, show_header=True, caption=caption, caption_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
-    moved, shape, shortest = made.bytes_moved, made.cost.shape, shortest_shard(made)
+    moved, shape, shortest = made.bytes_of_layers(layers), made.cost.shape, shortest_shard(made)
     everywhere, busiest = f"all ranks, {count(layers, 'layer')}", busiest_rank(made)
     rows = [
         ("query heads, key/value heads, size of a head", f"{shape.heads}, {shape.kv_heads}, {shape.head_dim}"),
@@ -41,10 +41,10 @@ def summary(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures |
             f"{float(made.seconds_after.max()) / lower_bound(made):.3f}",
         ),
         ("slowest server, one layer, forward and backward", f"{made.seconds_after.max() * 1e3:.2f} ms"),
-        (f"q to servers, {everywhere}", format_bytes(moved.q * layers)),
-        (f"o back home, {everywhere}", format_bytes(moved.o * layers)),
-        (f"k,v to servers, {everywhere}", format_bytes(moved.kv * layers)),
-        (f"backward, {everywhere}", format_bytes(moved.backward * layers)),
+        (f"q to servers, {everywhere}", format_bytes(moved.q)),
+        (f"o back home, {everywhere}", format_bytes(moved.o)),
+        (f"k,v to servers, {everywhere}", format_bytes(moved.kv)),
+        (f"backward, {everywhere}", format_bytes(moved.backward)),
         ("most received at once by one server, forward, one layer", format_bytes(most_received(made))),
         (
             "most sent or received by one rank, forward, one layer",
@@ -66,7 +66,7 @@ def summary(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures |
 def figures(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures | None = None) -> dict[str, Any]:
     """The numbers of :func:`summary`, in seconds and bytes, by name; bytes are those of ``layers`` layers, all ranks
     together, unless a name says one layer."""
-    moved, shape, options = made.bytes_moved, made.cost.shape, made.step.options
+    moved, shape, options = made.bytes_of_layers(layers), made.cost.shape, made.step.options
     kinds = [made.of_kind(number) for number in range(len(options.names_of_combinations))]
     return {
         "documents": len(made.lengths),
@@ -81,10 +81,10 @@ def figures(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures |
         "slowest_over_lower_bound": float(made.seconds_after.max()) / lower_bound(made),
         "seconds_of_one_layer_by_server": made.seconds_after.tolist(),
         "layers": layers,
-        "q_bytes": moved.q * layers,
-        "o_bytes": moved.o * layers,
-        "kv_bytes": moved.kv * layers,
-        "backward_bytes": moved.backward * layers,
+        "q_bytes": moved.q,
+        "o_bytes": moved.o,
+        "kv_bytes": moved.kv,
+        "backward_bytes": moved.backward,
         "most_received_bytes_of_one_layer": most_received(made),
         "busiest_rank_bytes_of_one_layer": busiest_rank(made).bytes,
         "shortest_shard_sent": shortest_shard(made),

@@ -163,6 +163,10 @@ class MicroBatchPlan:
 
     @property
     def bytes_moved(self) -> Bytes:
+        return self.bytes_of_layers(1)
+
+    def bytes_of_layers(self, layers: int) -> Bytes:
+        """Returns the mean layer's bytes, times the number of ``layers``."""
         options, shape = self.step.options, self.cost.shape
         q_forward, _ = shape.moved_bytes("forward", self.resend, options.sinks)
         q_backward, kv_backward = shape.moved_bytes("backward", self.resend, options.sinks)
@@ -173,10 +177,10 @@ class MicroBatchPlan:
             q, kv = q + nano.share * there.q_rows, kv + nano.share * there.kv_rows
             backward += nano.share * (back.q_rows * q_backward + back.kv_rows * kv_backward)
         return Bytes(
-            q=round(q * shape.q_bytes),
-            o=round(q * (q_forward - shape.q_bytes)),
-            kv=round(kv * shape.kv_bytes),
-            backward=round(backward),
+            q=round(q * shape.q_bytes * layers),
+            o=round(q * (q_forward - shape.q_bytes) * layers),
+            kv=round(kv * shape.kv_bytes * layers),
+            backward=round(backward * layers),
         )
 
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from distca.commands.plan_results import (
     busiest_rank,
     draw,
+    figures,
     lower_bound,
     most_received,
     seconds_by_home,
@@ -110,6 +111,8 @@ def test_a_mixed_stack_shows_every_kind_and_means_over_its_layers() -> None:
     for name, kind in zip(("1 of 3 layers: full", "2 of 3 layers: window 1,024"), each, strict=True):
         assert name in text and f"{kind.imbalance_after:.3f}, {format_bytes(kind.bytes_moved.total)}" in text
     assert "layers: full" not in summary_text(each[0])
+    moved = each[0].bytes_moved.kv + 2 * each[1].bytes_moved.kv
+    assert figures(found, layers=3)["kv_bytes"] == moved
     mean = (seconds_by_home(each[0]) + 2 * seconds_by_home(each[1])) / 3
     np.testing.assert_allclose(seconds_by_home(found), mean)
     assert lower_bound(found) == pytest.approx((lower_bound(each[0]) + 2 * lower_bound(each[1])) / 3)
