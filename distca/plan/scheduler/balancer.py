@@ -273,6 +273,7 @@ class Balancer:
         document, start, stop = pieces.place[:, piece].tolist()
         excess = Excess(start, stop, pieces.seconds[:, piece].tolist(), need.tolist())
         may_keep = state.may_keep(document, stop)
+        may_keep |= free <= _LEAST_ROOM  # these ranks get no cut range in any case
         receivers = self._receivers(sender, document, stop, room, np.where(may_keep, free, 0.0))
         split = self._split(sender, excess, receivers)
         if split is None and not may_keep.all():

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,6 +28,7 @@ from distca.plan.cost.table_file import find_table
 from distca.plan.place.lay_out import Placement
 from distca.plan.scheduler import scheduler
 from distca.plan.scheduler.balancer import Balancer
+from distca.plan.scheduler.range_split import Excess, RangeSplit, Receivers
 from distca.plan.scheduler.target_load import TargetLoad
 from tests.plan.cases import layouts
 
@@ -281,3 +284,16 @@ def test_crumbs_are_handed_over_together(monkeypatch: pytest.MonkeyPatch) -> Non
     step = planner_invariants.drawn(6912)
     planner_invariants.check_plan(planner_invariants.plan_of(step), step)
     assert sum(len(each) for each in step.lengths) > 50_000 > 2000 > len(moves)
+
+
+def test_no_cut_is_tried_twice_for_the_same_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, split = [], Balancer._split
+
+    def noted(self: Balancer, sender: int, excess: Excess, receivers: Receivers) -> RangeSplit | None:
+        tried.append((sender, excess, receivers.rank.tolist()))
+        return split(self, sender, excess, receivers)
+
+    monkeypatch.setattr(Balancer, "_split", noted)
+    (layout,) = lay_out([2750], 5, rank_of=[1])
+    schedule(layout, LLAMA_8B)
+    assert len(tried) > 1 and all(one != other for one, other in pairwise(tried))
