@@ -29,9 +29,19 @@ def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[to
     Returns:
         For each micro-batch of ``step.documents`` a list with one tensor [n] for each document of n tokens: a figure
         for each token, in order. Empty if ``values`` is empty.
+
+    Raises:
+        PlanError: there are figures for some micro-batches only.
     """
+    if not values:
+        return []
+    if len(values) != len(step.batches):
+        raise PlanError(
+            f"Figures are given for {len(values)} micro-batches, and the step has {len(step.batches)}: give them for "
+            "all, or for none on a stage without figures."
+        )
     gathered = []
-    for batch, mine, documents in zip(step.batches, values, step.documents.micro_batches, strict=False):
+    for batch, mine, documents in zip(step.batches, values, step.documents.micro_batches, strict=True):
         lengths = [len(document) for document in documents]
         # Every rank fills in its tokens and leaves 0 elsewhere, so the sum over ranks has all figures.
         whole = mine.new_zeros(sum(lengths))

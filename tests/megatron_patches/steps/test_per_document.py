@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distca.errors import PlanError
-from megatron_patches.steps.per_document import rows_of
+from megatron_patches.steps.per_document import gather_documents, rows_of
 
 BATCH: Any = SimpleNamespace(
     tokens=torch.zeros(1, 4, dtype=torch.int64),
@@ -36,3 +36,10 @@ def test_figures_may_be_lists_reversed_arrays_or_come_one_by_one(documents: Any)
 def test_what_is_no_list_of_figures_is_a_sentence(documents: Any) -> None:
     with pytest.raises(PlanError, match="rows_of takes a list with one list of figures for each document"):
         rows_of(BATCH, documents)
+
+
+def test_figures_for_some_micro_batches_only_are_refused() -> None:
+    step: Any = SimpleNamespace(batches=[BATCH, BATCH])
+    assert gather_documents(step, []) == []
+    with pytest.raises(PlanError, match="given for 1 micro-batches, and the step has 2"):
+        gather_documents(step, [torch.zeros(1, 4)])
