@@ -69,12 +69,12 @@ def export_weights(
 
 
 def _on_first_rank(work: Callable[[], None]) -> str | None:
-    """Runs ``work`` on rank 0; returns on all ranks the text of its OSError, or None."""
+    """Runs ``work`` on rank 0; returns on all ranks the text of its error, or None."""
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             work()
-        except OSError as error:
+        except Exception as error:  # other ranks wait for this rank in the broadcast
             said = [f"rank 0: {error}"]
     dist.broadcast_object_list(said)
     return said[0]

@@ -449,3 +449,13 @@ def test_a_rank_reads_its_own_experts_alone(wide, name):
                 slot_of(parameter, 1, described, ranks).share(files, rank, ranks)
         numbers = {int(re.search(r"(?:experts\.|#)(\d+)", each)[1]) for each in read}
         assert numbers == set(range(rank * own, (rank + 1) * own)), numbers
+
+
+def test_any_error_of_the_first_rank_is_said_to_the_others(monkeypatch):
+    from megatron_patches.hugging_face import export
+
+    said = []
+    monkeypatch.setattr(export.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(export.dist, "broadcast_object_list", said.extend)
+    assert export._on_first_rank(lambda: Path("").joinpath(None)) == said[0]
+    assert said[0].startswith("rank 0: ")
