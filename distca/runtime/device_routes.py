@@ -192,8 +192,8 @@ class NanoRoutes:
 
     Attributes:
         q_rows: number of rows that this rank holds as a home, without padding.
-        prefix: in pong, ranges [first, end) of ping's rows on this rank, of documents that go on in pong. Pong sends k
-            and v of these rows to servers that have not kept them from ping.
+        prefix: in pong, ranges [first, end) of ping's rows on this rank whose k and v queries in pong see. Pong sends
+            these k and v to servers that have not kept them from ping.
         backward: route of the backward plan; may be ``forward`` itself.
     """
 
