@@ -91,10 +91,13 @@ def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
     if device.type != "cuda":
         return _cpu_grid()
     free, _ = torch.cuda.mem_get_info(device)
+    most_kv_rows = min(
+        _MOST_ELEMENTS // (shape.kv_bytes // shape.value_bytes), int(0.4 * free / _KV_COPIES / shape.kv_bytes)
+    )
     steps = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768, 65536, 131072)
     return Grid(
         q_rows=steps,
-        kv_rows=(*steps, 262144),
+        kv_rows=tuple(each for each in (*steps, 262144) if each <= most_kv_rows),  # a table needs a point for each
         tile=128,
         fill_s=6e-3,
         tasks=8,
@@ -105,9 +108,7 @@ def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
         most_q_rows=min(
             _MOST_ELEMENTS // (shape.q_bytes // shape.value_bytes), int(0.4 * free / _Q_COPIES / shape.q_bytes)
         ),
-        most_kv_rows=min(
-            _MOST_ELEMENTS // (shape.kv_bytes // shape.value_bytes), int(0.4 * free / _KV_COPIES / shape.kv_bytes)
-        ),
+        most_kv_rows=most_kv_rows,
         smooth_octaves=1.0,
     )
 

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -54,3 +56,11 @@ def test_a_cpu_measures_every_length_in_a_few_minutes(heads):
     # A core takes some 30,000 times the model's seconds, and for backward over twice those of forward.
     seconds = sum(point.rounds * 1e5 * cost.forward(point.q_rows, point.kv_rows).sum() for point in found)
     assert 60 < seconds < 300
+
+
+@pytest.mark.parametrize("shape", [AttentionShape(40, 40, 128), AttentionShape(128, 128, 192, value_dim=128)])
+def test_a_gpu_has_a_point_for_every_number_of_keys_also_with_wide_rows(shape, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    grid = grid_for(torch.device("cuda", 0), shape)
+    assert {grid.kv_rows[point.at[1]] for point in points(grid, shape) if point.forward_full} == set(grid.kv_rows)
