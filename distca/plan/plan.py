@@ -36,7 +36,7 @@ class Contexts:
         last: the last task of each context; the context ends where this task stops.
         first: [L] first row of each context.
         begin: [L] first row that enters the server's buffer. Rows before it are in the buffer of the nano-batch before.
-        at: [L] index of the row ``first`` in the buffer of the nano-batch before; 0 if no row is there.
+        at: [L] index of the row ``first`` in the buffer of the nano-batch before; 0 if no row of that buffer is used.
         of_task: [T] index of every task's context.
     """
 

@@ -35,7 +35,8 @@ class Route:
         q: exchange of query rows; attention's outputs return by the reverse exchange.
         kv: exchange of key and value rows from homes.
         relay: exchange that sends key and value rows on inside a node. Its senders are *gateways*, servers that got the
-            rows from another node. It runs after ``kv``, and for gradients before. None if no rank is a gateway.
+            rows from another node. It runs after ``kv``. Gradients return by the reverse of ``relay``, and then by that
+            of ``kv``. None if no rank is a gateway.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' regions, laid end to end.
         kind: [T] int64 index of each task's kind of layer in the plan's ``windows``, which have one entry per kind.

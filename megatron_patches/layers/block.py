@@ -1,7 +1,8 @@
-"""Megatron's transformer block with another forward, in which ranks compute layers' cores for each other.
+"""Megatron's transformer block with another forward, in which ranks compute core attention for each other.
 
-The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. A micro-batch may be split into two
-*nano-batches*: one is computed while the other's rows travel to the ranks that compute cores, or back.
+The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. Each rank computes the recurrence of its own
+rows; ranks send each other what it needs of earlier rows. A micro-batch may be split into two *nano-batches*: one is
+computed while the transfers of the other's cores run.
 
 A training script builds its model with the spec from ``distca.CAD.block_spec``. With disaggregation
 ``CAD.attach`` then gives a GPTModel's block the new forward.
@@ -93,8 +94,8 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        # With ``in_phases`` ranks of all stages compute cores for each other in backward too. If this rank's backward
-        # stopped at frozen layers, the other ranks would wait for it.
+        # With ``in_phases`` ranks of all stages compute attention for each other in backward too. If this rank's
+        # backward stopped at frozen layers, the other ranks would wait for it.
         if recompute or self.in_phases:
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None

@@ -183,9 +183,9 @@ def _disaggregated(
 def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
     """Returns the routes of this stage's layers in order: the given routes, and new ones for recurrent layers.
 
-    A piece is a run of a document's rows on one rank, in one nano-batch. Routes of a recurrent layer move the recurrent
-    state from a document's earlier pieces to later ones. They also move the ``halo_rows`` rows before a piece, for its
-    convolution.
+    A piece is a run of a document's rows on one rank, in one nano-batch. Routes of a recurrent layer move summaries of
+    a document's pieces to ranks with later pieces, which compute recurrent states from them (``chains.py``). They also
+    move the ``halo_rows`` rows before a piece, for its convolution.
     """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences
