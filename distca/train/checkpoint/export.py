@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COMPARED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+"""Files of which a difference changes ids, or what a chat template makes of a conversation."""
+
 
 def exported(config: RunConfig, vocabulary: int) -> ExportedModel:
     """Returns all that is written of a run beside its weights.
@@ -40,9 +43,29 @@ def exported(config: RunConfig, vocabulary: int) -> ExportedModel:
         source = None
     described = description_of(config, vocabulary)
     if source is not None:
+        if said := tokenizer_warning(config, source):
+            logger.warning("%s", said)
         return ExportedModel.after(described, read_config(source), source)
     dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
     return ExportedModel(described, config_fields(described, dtype, {}), dtype)
+
+
+def tokenizer_warning(config: RunConfig, source: Path) -> str | None:
+    """A sentence where the run's tokenizer or its chat template is not that of ``source``, which the export gets."""
+    named = Path(config.data.tokenizer)
+    folder = named if named.is_dir() else named.parent
+    alike = all(_content(folder / name) == _content(source / name) for name in _COMPARED)
+    if alike or config.data.tokenizer == "bytes":
+        return None
+    return (
+        f"The exported folder has the tokenizer, chat template and generation settings of {source}, but the run's "
+        f"data.tokenizer is {named}, whose files differ. To use the model as it was trained, copy the tokenizer and "
+        f"chat template from {folder} into the exported folder, and set eos_token_id in its generation_config.json."
+    )
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
 
 
 def export(trainer: Trainer, folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distca.errors import ConfigError, ModelError
+from distca.train.checkpoint.export import tokenizer_warning
 from distca.train.config.cli import check_data_named, parse_run_config
 from distca.train.config.initial import context_warning, description_of
 from distca.train.config.validate import validate
@@ -182,3 +183,16 @@ def test_what_is_left_out_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
         "no residual_dropout",
         "of_nobody",
     ]
+
+
+def test_an_export_without_the_runs_own_tokenizer_is_warned_of(tmp_path: Path) -> None:
+    folder, other = _folder(tmp_path), tmp_path / "instruct"
+    other.mkdir()
+    for each in (folder, other):
+        (each / "tokenizer.json").write_text("{}")
+    for own in (folder, other, "bytes"):
+        assert tokenizer_warning(parse_run_config(_line(folder, "--data.tokenizer", str(own))), folder) is None
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    for own in (other, other / "tokenizer.json"):
+        said = tokenizer_warning(parse_run_config(_line(folder, "--data.tokenizer", str(own))), folder)
+        assert said is not None and f"data.tokenizer is {own}, whose files differ" in said
