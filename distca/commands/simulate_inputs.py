@@ -152,7 +152,7 @@ def read_costs(shape: ModelShape, tp: int, cost_table: str | None, tflops: float
     heads = (part.heads, part.kv_heads, part.head_dim)
     cost: CostModel | None
     if cost_table is not None:
-        cost = open_table(cost_table, *heads, part.value_dim)
+        cost = open_table(cost_table, *heads, part.value_dim, part.value_bytes)
     else:
         found = find_table("NVIDIA H200", "flash4", *heads, value_dim=part.value_dim)
         cost = found or analytic_cost(*heads, value_dim=part.value_dim)

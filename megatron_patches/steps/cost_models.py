@@ -52,7 +52,7 @@ def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | No
 
     def find() -> TableCost | None:
         if cost_table and not Path(cost_table).is_dir():
-            return open_table(cost_table, *heads, shape.value_dim)
+            return open_table(cost_table, *heads, shape.value_dim, shape.value_bytes)
         found = _table_of(sort, shape, cost_table)
         if found is None and cost_table:
             raise PlanError(
@@ -71,9 +71,8 @@ def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | No
 
 def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, window: int = 0) -> TableCost | None:
     """Returns the table in the folder ``cost_table``, or else the package's table; None if neither has one."""
-    find = partial(
-        find_table, *sort, shape.heads, shape.kv_heads, shape.head_dim, window=window, value_dim=shape.value_dim
-    )
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    find = partial(find_table, *sort, *heads, window=window, value_dim=shape.value_dim, value_bytes=shape.value_bytes)
     found = find(folder=Path(cost_table)) if cost_table and Path(cost_table).is_dir() else None
     return find() if found is None else found
 

@@ -60,6 +60,7 @@ def find_table(
     *,
     window: int = 0,
     value_dim: int = 0,
+    value_bytes: int = 0,
     folder: Path = TABLES,
 ) -> TableCost | None:
     """Returns the measured costs of a device and kernel, or None if no table fits.
@@ -75,6 +76,7 @@ def find_table(
         head_dim: size of a query or key head.
         window: the number of keys that a query sees; 0 for all keys.
         value_dim: size of a value head; 0 stands for ``head_dim``.
+        value_bytes: bytes of one number of q, k, v or o, for bytes that travel; 0 takes those of the measurement.
 
     Raises:
         PlanError: a file in the folder is not a usable table.
@@ -92,11 +94,14 @@ def find_table(
     scale = heads / content["heads"]
     scaled = "" if scale == 1 else f", seconds scaled by {scale:g} for {heads} heads"
     logger.info("Attention costs: measured table %s%s", path.name, scaled)
-    return _table(path, content, heads, kv_heads)
+    return _table(path, content, heads, kv_heads, value_bytes)
 
 
-def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0) -> TableCost:
-    """Returns the measured costs in a user's file, with seconds scaled to ``heads``.
+def open_table(
+    path: str | Path, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0, value_bytes: int = 0
+) -> TableCost:
+    """Returns the measured costs in a user's file, with seconds scaled to ``heads``; arguments as in
+    :func:`find_table`.
 
     Raises:
         PlanError: the file is not a usable table; or it was measured with a window, or for other head sizes or another
@@ -115,7 +120,7 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value
             f"{_size(*own[2:])}, but a rank of this model has {heads}, {kv_heads} and {_size(head_dim, value_dim)}; "
             "measure these with `distca profile`."
         )
-    return _table(Path(path), content, heads, kv_heads)
+    return _table(Path(path), content, heads, kv_heads, value_bytes)
 
 
 def _size(head_dim: int, value_dim: int) -> str:
@@ -162,12 +167,12 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> TableCost:
+def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int, value_bytes: int = 0) -> TableCost:
     try:
         q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
         scale = heads / content["heads"]
         forward, backward = (np.asarray(content[f"{side}_seconds"], np.float64) * scale for side in _SIDES)
-        sizes = content["head_dim"], content.get("value_bytes", 2), content.get("value_dim", 0)
+        sizes = content["head_dim"], value_bytes or content.get("value_bytes", 2), content.get("value_dim", 0)
         shape = AttentionShape(heads, kv_heads, *sizes)
         block, load = content.get("block", 128), LoadFactors.of(content)
         # LinearRate has seconds per token and weight, which do not depend on heads.

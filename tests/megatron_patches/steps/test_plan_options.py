@@ -73,6 +73,7 @@ def test_table_or_analytic_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_cpu_ranks_plan_with_the_table_of_cpus() -> None:
     cost = _cost((4, 2, 32), "reference", torch.float32, CPU)
     assert isinstance(cost, TableCost) and cost.shape == AttentionShape(2, 1, 32, 4)
+    assert _cost((4, 2, 32), "reference", torch.bfloat16, CPU).shape == AttentionShape(2, 1, 32, 2)
     # A query of a short document takes longer than its share of pairs says: whole blocks of scores are computed.
     short, long = cost.forward(np.array([64, 4096]), np.array([64, 4096])) / np.array([64, 4096]) ** 2
     assert short > 1.5 * long

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from distca.errors import PlanError
-from distca.plan import analytic_cost, load_table
+from distca.plan import AttentionShape, analytic_cost, load_table
 from distca.plan.cost.linear import LinearRate
-from distca.plan.cost.table_file import find_table, table_name, write_table
+from distca.plan.cost.table_file import find_table, open_table, table_name, write_table
 
 Q, KV = np.array([128, 1024, 4096]), np.array([128, 4096])
 
@@ -52,6 +52,18 @@ def test_right_file_is_found(tmp_path):
     assert found.backward(np.array(128), np.array(4096)) == pytest.approx(expected, rel=1e-5)
     for missing in [("NVIDIA H20", "flash4", 32, 8, 128), ("NVIDIA H200", "flash4", 32, 16, 128)]:
         assert find_table(*missing, folder=tmp_path) is None
+
+
+def test_bytes_are_those_of_the_numbers_that_travel(tmp_path):
+    path = write(tmp_path, value_bytes=4)
+    of_bfloat16 = (
+        find_table("NVIDIA H200", "flash4", 32, 8, 128, value_bytes=2, folder=tmp_path),
+        open_table(path, 32, 8, 128, value_bytes=2),
+    )
+    for cost in of_bfloat16:
+        assert cost.shape == AttentionShape(32, 8, 128, value_bytes=2)
+        np.testing.assert_array_equal(cost.forward(Q, Q), load_table(path).forward(Q, Q))
+    assert load_table(path).shape.value_bytes == 4
 
 
 def test_seconds_scale_with_heads_from_the_nearest_number(tmp_path):
