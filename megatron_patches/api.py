@@ -60,7 +60,7 @@ from megatron_patches.steps.plan_options import plan_options
 from megatron_patches.steps.step import Step, Taker, make_step
 from megatron_patches.steps.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps.steps_ahead import AgreedSteps
-from megatron_patches.support.config_fields import check_config, check_types
+from megatron_patches.support.config_fields import check_config, check_megatrons_recomputation, check_types
 from megatron_patches.support.hybrid import check_hybrid, warn_of_recurrent_layers
 from megatron_patches.support.latent import check_latent
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
@@ -507,6 +507,8 @@ def _check(config: TransformerConfig, given: CadArguments) -> None:
     check_groups(config)
     check_config(config)
     check_types(config)
+    if not given.own_layers(config):
+        check_megatrons_recomputation(config)
     if not given.hybrid_layer_pattern:
         has_experts(config)
     if given.keep_outputs:

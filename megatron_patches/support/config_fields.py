@@ -312,6 +312,22 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
         )
 
 
+def check_megatrons_recomputation(config: TransformerConfig) -> None:
+    """Refuses MLPs with biases that Megatron's own layers would recompute: their backward calls itself forever.
+
+    Megatron's checkpointed MLP returns its bias, which becomes an output of the function that backward calls again.
+
+    Raises:
+        SupportError: ``recompute_modules`` names MLPs, and ``add_bias_linear`` is True.
+    """
+    if config.recompute_granularity == "selective" and config.add_bias_linear:
+        raise SupportError(
+            f"recompute_modules is {config.recompute_modules}, and add_bias_linear is True, but with `disaggregate` "
+            "False Megatron recomputes MLPs, and with biases their backward never ends: set recompute_granularity to "
+            "None, or `disaggregate` to True."
+        )
+
+
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     if field.default_factory is not dataclasses.MISSING:
         return bool(value == field.default_factory())

@@ -248,6 +248,27 @@ def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, sa
         check_recomputation(config, segments)
 
 
+def test_a_recomputed_mlp_with_biases_is_refused_in_megatrons_own_layers(monkeypatch):
+    """Its backward calls itself forever."""
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_patches import api
+    from megatron_patches.arguments import CadArguments
+
+    monkeypatch.setattr(api, "check_groups", lambda _: None)
+    fields = {"calculate_per_token_loss": True, "normalization": "RMSNorm", "hidden_dropout": 0.0}
+    fields |= {"attention_dropout": 0.0, "recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    for biases, disaggregate in ((True, True), (False, False), (True, False)):
+        config = TransformerConfig(**sizes, **fields, add_bias_linear=biases)
+        given = CadArguments(tokens_per_rank=1, disaggregate=disaggregate)
+        if disaggregate or not biases:
+            api._check(config, given)
+            continue
+        with pytest.raises(SupportError, match="never ends: set recompute_granularity to None, or `disaggregate` to"):
+            api._check(config, given)
+
+
 def test_outputs_of_what_is_computed_again_are_not_kept():
     from megatron.core.transformer import TransformerConfig
 
