@@ -29,27 +29,42 @@ def open_text_folder(path: str) -> FileBytes:
     """The text files below ``path``, as bytes, in the order of their relative path.
 
     A text file is one whose name ends, in either case, in one of TEXT_SUFFIXES. Hidden files and folders (names that
-    begin with a dot) and links are left out. If ``path`` is a file it is the only document, whatever its name.
+    begin with a dot) and links are left out. If ``path`` is a file it is the only document.
 
     Raises:
-        DataError: if ``path`` does not exist or holds no text file with content.
+        DataError: if ``path`` does not exist, holds no text file with content, or is a file that another source reads.
     """
     folder = Path(path)
     if folder.is_file():
+        if other := _source_of([folder]):
+            raise DataError(
+                f"`path` {path!r} would be one document with `source` text; set `source` to {other}, which reads the "
+                "documents inside it."
+            )
         return FileBytes([folder], str(folder))
     if not folder.is_dir():
         raise DataError(f"`path` {path!r} does not exist.")
     files = list(walk(folder, lambda name: name.startswith(".")))
     texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and not file.name.startswith(".")]
     if not texts:
+        other = _source_of(files)
+        instead = f"`source` to {other}" if other else "`path` to another folder"
         raise DataError(
             f"The folder {path!r} holds no text file: none of its {len(files)} files has a known text suffix such as "
-            ".txt, .md or .py; set `path` to another folder."
+            f".txt, .md or .py; set {instead}."
         )
     if len(texts) < len(files):
         left = count(len(files) - len(texts), "file")
         logger.info("%s: left out %s, hidden or without a text suffix", path, left)
     return FileBytes(texts, f"The folder {path!r}")
+
+
+def _source_of(files: list[Path]) -> str | None:
+    """The source that reads such files, by their names, where that is not text."""
+    for source, suffixes in (("jsonl", (".jsonl", ".jsonl.gz", ".jsonl.zst")), ("parquet", (".parquet",))):
+        if any(file.name.endswith(suffixes) for file in files):
+            return source
+    return None
 
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
@@ -67,7 +82,7 @@ def open_stdlib(path: str | None = None) -> FileBytes:
     if path is not None:
         raise DataError(
             f"The document source 'stdlib' reads the running Python's own source files and takes no path, but "
-            f"`path` is {path!r}; for a folder of files set `source` to text."
+            f"`path` is {path!r}; set `source` to {_source_of([Path(path)]) or 'text'}."
         )
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in walk(folder, _NOT_STDLIB.__contains__) if file.suffix == ".py"]

@@ -32,6 +32,16 @@ _INSTEAD = {
 }
 _NEVER_EMPTY = ("output", "checkpoint.resume", "checkpoint.init_from", "checkpoint.export", "log.wandb")
 """An empty text would pass for none here, where perhaps a variable of a user's script is not set."""
+_MEANT = {
+    "learning_rate": "lr",
+    "max_grad_norm": "clip_grad",
+    "max_steps": "steps",
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "gradient_accumulation_steps": "micro_batches",
+    "seq_length": "context_length",
+}
+"""The last part of a setting by the name that transformers or Megatron-Core has for it."""
 
 
 def parse_run_config(argv: list[str] | None = None) -> RunConfig:
@@ -275,8 +285,7 @@ def _check_file(name: str, known: list[str]) -> None:
         raise ConfigError("--config needs the path of a YAML file, such as configs/tiny.yaml.")
     path = Path(name)
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path("configs")
-        beside = sorted(str(other) for other in folder.glob("*.yaml"))
+        beside = _configurations(path.parent) or _configurations(Path("configs"))
         there = f" There are: {', '.join(beside)}." if beside else ""
         raise ConfigError(f"--config names {name}, which is not a file.{there}")
     try:
@@ -296,8 +305,14 @@ def _check_file(name: str, known: list[str]) -> None:
         _check_not_null(setting, value)
 
 
+def _configurations(folder: Path) -> list[str]:
+    return sorted(str(file) for file in folder.glob("*.yaml") if not file.name.startswith("."))
+
+
 def _unknown(name: str, known: list[str], where: str) -> str:
-    by_last_part = [setting for setting in known if setting.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    last_part = name.rsplit(".", 1)[-1]
+    last_part = _MEANT.get(last_part, last_part)
+    by_last_part = [setting for setting in known if setting.rsplit(".", 1)[-1] == last_part]
     close = by_last_part or get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f" Did you mean {close[0]}?" if close else " --help lists every setting."
     return f"There is no setting {name!r} ({where}).{hint}"

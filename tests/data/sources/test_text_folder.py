@@ -35,6 +35,18 @@ def test_one_file_is_one_document(tmp_path):
     assert bytes(source.read(0, 3, 6).tolist()) == b"345"
 
 
+def test_files_that_another_source_reads_are_no_text(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    (tmp_path / "parquet").mkdir()
+    (tmp_path / "parquet" / "0.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"would be one document with `source` text; set `source` to jsonl, which"):
+        open_source("text", str(tmp_path / "a.jsonl.gz"))
+    with pytest.raises(DataError, match=r"holds no text file: .*; set `source` to parquet\.$"):
+        open_source("text", str(tmp_path / "parquet"))
+    with pytest.raises(DataError, match=r"takes no path, but `path` is 'a\.jsonl'; set `source` to jsonl\.$"):
+        open_source("stdlib", "a.jsonl")
+
+
 def test_a_missing_path_is_a_sentence(tmp_path):
     with pytest.raises(DataError, match=r"^`path` '.*nowhere' does not exist\.$"):
         open_source("text", str(tmp_path / "nowhere"))

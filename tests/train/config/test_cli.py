@@ -88,6 +88,7 @@ def test_shipped_configurations_are_read(file: Path) -> None:
     [
         (["--train.stepz", "3"], "There is no setting 'train.stepz' (on the command line). Did you mean train.steps?"),
         (["--steps", "3"], "Did you mean train.steps?"),
+        (["--optimizer.learning_rate", "1e-3"], "Did you mean optimizer.lr?"),
         (["--train.steps", "many"], "train.steps must be a whole number, not many."),
         (["--train.steps", "1.5"], "train.steps must be a whole number, not 1.5."),
         (["--optimizer.lr", "fast"], "optimizer.lr must be a number, not fast."),
@@ -118,7 +119,8 @@ def test_shipped_configurations_are_read(file: Path) -> None:
         (["--data.end_token=!!null x"], "data.end_token is '!!null x', which YAML reads as null"),
         (["--cad.tolerance", "&x"], "cad.tolerance is '&x', which YAML reads as null"),
         (["20"], "'20' on the command line belongs to no setting"),
-        (["--config", "nowhere.yaml"], "--config names nowhere.yaml, which is not a file."),
+        (["--config", "nowhere.yaml"], "which is not a file. There are: configs/from-folder-tiny.yaml, "),
+        (["--config", "configs/nowhere.yaml"], "There are: configs/from-folder-tiny.yaml, "),
         (["--config", "/proc/self/mem"], "/proc/self/mem cannot be read (Input/output error); name a file that can."),
         (["--checkpoint.resume", ""], "checkpoint.resume is empty; give it a value, or leave it out."),
         (["--checkpoint.init_from="], "checkpoint.init_from is empty"),
