@@ -31,7 +31,7 @@ def config_of(tp, pp, dtype=torch.float32, **shape):
 
 
 def build(config, vocabulary=VOCABULARY, tokens_per_rank=TOKENS_PER_RANK):
-    """The face and the model, once Megatron's groups are there."""
+    """The CAD and the model, once Megatron's groups are there."""
     cad = distca.CAD(config, tokens_per_rank=tokens_per_rank)
     model = GPTModel(
         config, cad.block_spec(), vocabulary, max_sequence_length=0, position_embedding_type="rope", rotary_base=500000,

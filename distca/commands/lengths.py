@@ -92,5 +92,9 @@ def _length(line: str, number: int, lengths: str) -> int:
     fits = text.isdecimal() and len(text) <= 20 and 1 <= int(text) <= MOST_TOKENS
     if not fits:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise PlanError(f"Line {number} of {lengths} is {shown!r}; a line holds one length from 1 to {MOST_TOKENS}.")
+        kind = next((kind for kind in DATA_KINDS if f".{kind}" in Path(lengths).suffixes), None)
+        hint = f" Training data are given as {kind}:{lengths}." if kind else ""
+        raise PlanError(
+            f"Line {number} of {lengths} is {shown!r}; a line holds one length from 1 to {MOST_TOKENS}.{hint}"
+        )
     return int(text)

@@ -244,11 +244,11 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
         axes.axhline(float(below.mean()), color="black", linewidth=0.8, label="mean")
         axes.set(title=title, xlabel="rank", ylabel=f"{unit}, forward and backward", ylim=(0, top))
     before.legend(frameon=False, loc="upper right", reverse=True)
-    image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0)
+    image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0, cmap="YlGnBu")
     who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
     for axis in (before.xaxis, after.xaxis, who.xaxis, who.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))  # ranks have whole numbers
-    figure.colorbar(image, ax=who, label="forward ms")
+    figure.colorbar(image, ax=who, label="forward ms, white where nothing")
     figure.savefig(path, dpi=120)
 
 

@@ -168,7 +168,7 @@ def simulate(
     found = run_cases(
         jobs, contexts, names, lambda job, longest: draw(lengths, job, longest, seed, steps), files.timeline
     )
-    report(found, lengths, memory_gib, files)
+    report(found, lengths, f"{model}, TP {tp}, PP {pp}", memory_gib, files)
 
 
 def _several(option: str, value: _Counts) -> list[int]:

@@ -92,12 +92,13 @@ class Files:
                 raise OptionError(f"--{other} and --{option} are both {path}; give another file for one of them.")
 
 
-def report(found: list[dict[str, Any]], lengths: str, memory_gib: float, files: Files) -> None:
+def report(found: list[dict[str, Any]], lengths: str, trained: str, memory_gib: float, files: Files) -> None:
     """Show all cases, and write the files but for the timeline, which is there already.
 
     Args:
         found: figures of every case, or why it was refused.
         lengths: the documents, as they were asked for.
+        trained: the model, and how it is cut.
         memory_gib: of a GPU.
         files: to write.
     """
@@ -105,7 +106,7 @@ def report(found: list[dict[str, Any]], lengths: str, memory_gib: float, files: 
 
     console = printer()
     console.width = max(console.width, _WIDTH)
-    console.print(summary(found, memory_gib))
+    console.print(summary(found, f"{trained}, {lengths}", memory_gib))
     for row in found:
         if "refused" in row:
             where = f"{row['mode']} on {count(row['gpus'], 'GPU')} with contexts of {_tokens(row['context'])}"
@@ -123,12 +124,13 @@ def report(found: list[dict[str, Any]], lengths: str, memory_gib: float, files: 
             console.print(f"{what} written to {path}.", soft_wrap=True)
 
 
-def summary(found: list[dict[str, Any]], memory_gib: float) -> Table:
-    """A table of all cases; what does not fit into ``memory_gib`` is marked."""
+def summary(found: list[dict[str, Any]], asked: str, memory_gib: float) -> Table:
+    """A table of all cases, below what was asked for; what does not fit into ``memory_gib`` is marked."""
+    from rich.markup import escape
     from rich.table import Table
 
-    title = "Predicted steps; memory above that of a GPU is marked *"
-    table = Table(title=title, caption=_CAPTION, caption_justify="left")
+    title = f"Predicted steps of {asked}; memory above that of a GPU is marked *"
+    table = Table(title=escape(title), caption=_CAPTION, caption_justify="left")
     for column in ("GPUs", "context", "mode", "step s", "tokens/s", "DistCA", "idle", "exposed", "GiB"):
         table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=column == "mode")
     for row in found:

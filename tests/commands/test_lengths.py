@@ -27,6 +27,10 @@ def test_bad_files_are_sentences(tmp_path: Path, content: str, words: str) -> No
     path.write_text(content, encoding="latin-1")
     with pytest.raises(PlanError, match=words):
         read_lengths(str(path), tokens=1, seed=0)
+    data = path.rename(tmp_path / "a.jsonl.gz")
+    if "a line holds one length" in words:
+        with pytest.raises(PlanError, match=rf"{words}.* Training data are given as jsonl:{data}\.$"):
+            read_lengths(str(data), tokens=1, seed=0)
     for name in (str(tmp_path / "none"), ",".join(["4096"] * 100)):
         with pytest.raises(PlanError, match="neither a file nor one of the mixes pretrain, prolong"):
             read_lengths(name, tokens=1, seed=0)

@@ -135,8 +135,8 @@ def _index(file: Path, field: str) -> Iterator[tuple[int, int, int, int]]:
                     yield number, offset, len(line), len(_text_of(line, field))
                 except ValueError as error:
                     raise DataError(
-                        f"{file}, line {number}: {error}; correct or delete the line, name another `field`, or set "
-                        "`bad` to skip to leave such documents out."
+                        f"{file}, line {number}: {error}; {remedy_of(error)}, or set `bad` to skip to leave such "
+                        "documents out."
                     ) from None
             offset += len(line)
 
@@ -154,9 +154,9 @@ def record_of(line: bytes, field: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"this is not valid JSON ({error})") from None
+        raise NotJsonError(f"this is not valid JSON ({error})") from None
     except RecursionError:
-        raise ValueError("this is JSON nested too deep to be read") from None
+        raise NotJsonError("this is JSON nested too deep to be read") from None
     if not isinstance(record, dict):
         raise ValueError(f'this is not a JSON object with a "{field}" string')
     if field not in record:
@@ -165,6 +165,16 @@ def record_of(line: bytes, field: str) -> dict[str, Any]:
             said += "; for conversations set `conversations` to true"
         raise ValueError(said)
     return record
+
+
+class NotJsonError(ValueError):
+    """A line that is not JSON, so no field of it can be named."""
+
+
+def remedy_of(error: ValueError) -> str:
+    """What to do about an error of :func:`record_of`."""
+    remedy = "correct or delete the line"
+    return remedy if isinstance(error, NotJsonError) else f"{remedy}, name another `field`"
 
 
 class NoTextError(ValueError):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from distca.data.sources.json_lines import record_of
+from distca.data.sources.json_lines import record_of, remedy_of
 from distca.errors import DataError
 
 BLOCK_BYTES = 1 << 21
@@ -87,7 +87,7 @@ class LinesBlock:
                 try:
                     record = record_of(line, field)
                 except ValueError as error:
-                    yield where, Refused(f"{where}: {error}", "correct or delete the line, name another `field`")
+                    yield where, Refused(f"{where}: {error}", remedy_of(error))
                     continue
                 yield where, _with(record[field], {name: record.get(name) for name in beside})
 

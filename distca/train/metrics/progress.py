@@ -133,6 +133,7 @@ class RunSummary:
         peak_memory_gb: largest device memory of any rank, GiB.
         slowest: the GPU that was slowest over the last steps.
         left_out: documents that the run was not given, by reason.
+        exported: the Hugging Face folder that was written.
     """
 
     steps: int
@@ -152,6 +153,7 @@ class RunSummary:
     peak_memory_gb: float | None = None
     slowest: str | None = None
     left_out: tuple[str, ...] = ()
+    exported: str | None = None
 
 
 def print_summary(
@@ -192,6 +194,8 @@ def print_summary(
     checkpoints = folder.checkpoints()
     if checkpoints:
         table.add_row("last checkpoint", str(checkpoints[-1].path))
+    if summary.exported:
+        table.add_row("Hugging Face folder", summary.exported)
     (console or shared_console()).print(table)
 
 

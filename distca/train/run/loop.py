@@ -102,7 +102,7 @@ class _Loop:
         self._stopping = Stopping(self._config, self._trainer.world)
         for sentence in _not_recorded(log, self._first + 1, steps):
             logger.info("%s", sentence)
-        validation = None
+        validation = exported = None
         with ExitStack() as stack:
             ahead = self._enter(stack)
             for step in range(self._first + 1, steps + 1):
@@ -119,7 +119,7 @@ class _Loop:
                         )
                     break
             else:
-                if self._config.checkpoint.export:
+                if exported := self._config.checkpoint.export:
                     self.export()
             self._write_timeline()  # of a run that stopped while it was recorded
             self._profiler.finish()
@@ -129,7 +129,9 @@ class _Loop:
             with warned_of(self._folder.path):
                 self._draw()
             left_out = tuple(map(str, self._corpus.left_out))
-            print_summary(replace(self._recorder.summary(validation), left_out=left_out), self._folder, self._drawn)
+            summary = self._recorder.summary(validation)
+            summary = replace(summary, left_out=left_out, exported=exported)
+            print_summary(summary, self._folder, self._drawn)
 
     def export(self) -> None:
         """Write the folder in checkpoint.export."""

@@ -67,7 +67,7 @@ def test_summary_shows_what_is_known_and_what_exists(tmp_path: Path) -> None:
     folder.timeline.touch()  # of an earlier start of the run
     screen = io.StringIO()
     figures = {"first_loss": 5.5, "last_loss": 1.25, "imbalance_before": 2.0, "bytes_moved": 3.0 * 2**20}
-    summary = RunSummary(steps=60, smoothed=10, **figures)
+    summary = RunSummary(steps=60, smoothed=10, exported="to/folder", **figures)
     summary = replace(summary, left_out=("2 documents of more than 96 tokens", "1 document without a token to learn"))
     print_summary(summary, folder, [folder.phases_plot], Console(file=screen, width=200))
     shown = screen.getvalue()
@@ -77,7 +77,7 @@ def test_summary_shows_what_is_known_and_what_exists(tmp_path: Path) -> None:
     assert "imbalance: time of attention on the busiest rank over the mean, mean of all steps" in shown
     assert "3.0 MiB" in shown
     assert shown.count("left out") == 2 and "2 documents of more than 96 tokens" in shown
-    assert str(folder.metrics) in shown
+    assert str(folder.metrics) in shown and "to/folder" in shown
     for absent in ("validation", "MFU", "imbalance measured", "timeline", "checkpoint"):
         assert absent not in shown
 
