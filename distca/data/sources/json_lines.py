@@ -172,7 +172,7 @@ class NotJsonError(ValueError):
 
 
 def remedy_of(error: ValueError) -> str:
-    """What to do about an error of :func:`record_of`."""
+    """The remedy for an error of :func:`record_of`."""
     remedy = "correct or delete the line"
     return remedy if isinstance(error, NotJsonError) else f"{remedy}, name another `field`"
 
