@@ -231,9 +231,9 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
 
 
 def _all_came_back(ranks: Sequence[int], seconds: float) -> bool:
-    """Tells the other ranks that this rank's start of NVSHMEM has succeeded or failed.
+    """Tells the other ranks that the start of NVSHMEM has ended on this rank, with or without success.
 
-    Returns whether all ranks have told this within ``seconds``; with 0 seconds, returns True without waiting."""
+    Returns whether it has ended on all ranks within ``seconds``; with 0 seconds, returns True without waiting."""
     store, key = dist.distributed_c10d._get_default_store(), f"distca/nvshmem/{ranks[0]}"
     store.add(key, 1)
     end = time.monotonic() + seconds
