@@ -25,12 +25,13 @@ class SlowRanks:
     Attributes:
         slower: [ranks] how much longer each took for its work than the median of the others, over the last steps: 0.1
             is 10 % longer; NaN where it had none. None until enough steps are done.
+        named: the ranks that are slower by more than 5 % now.
     """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=STEPS)
         self._seen = 0
-        self._named: set[int] = set()
+        self.named: set[int] = set()
         self.slower: np.ndarray | None = None
 
     def add(self, measured: np.ndarray, planned: np.ndarray) -> list[int]:
@@ -53,7 +54,7 @@ class SlowRanks:
         pace = np.divide(took, given, out=np.full(len(took), np.nan), where=given > 0)
         self.slower = np.array([each / _median_of_others(pace, rank) - 1 for rank, each in enumerate(pace)])
         slow = set(np.flatnonzero(self.slower > _MARGIN).tolist())
-        new, self._named = sorted(slow - self._named), slow
+        new, self.named = sorted(slow - self.named), slow
         return new
 
 

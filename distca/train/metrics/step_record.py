@@ -272,7 +272,7 @@ class StepRecorder:
         # Speeds are given by place in the pool. They fit the next start only if no server has gone or come.
         if cad.enabled and len(cad.speeds) in (0, pool) and self._servers == self._servers_at_first:
             places = by_rank[:, 0].astype(int).tolist()
-            found = speeds_as_measured(cad.speeds or (1.0,) * pool, places, self._slow.slower, named)
+            found = speeds_as_measured(cad.speeds or (1.0,) * pool, places, self._slow.slower, sorted(self._slow.named))
             logger.warning(
                 "Plans count with its speed if the run is started again with --cad.speeds '[%s]'.",
                 ",".join(f"{speed:g}" for speed in found),

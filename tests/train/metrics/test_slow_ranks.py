@@ -63,6 +63,13 @@ def test_a_slow_gpu_can_be_planned_as_slower(servers: tuple[int, ...], caplog: p
     assert caplog.text.count("Rank 5 (here) took 25 % longer") == 1
     advised = "again with --cad.speeds '[1,1,0.8,1,1]'." in caplog.text
     assert advised == (servers == (0, 1)) == ("--cad.speeds" in caplog.text)
+    by_rank = by_rank.copy()
+    by_rank[1, 1] = 2.2
+    with caplog.at_level(logging.WARNING):
+        for _ in range(STEPS):
+            recorder._watch_speed(by_rank, SimpleNamespace(seconds_after=np.ones((1, 5))))
+    last = [each.getMessage() for each in caplog.records if "--cad.speeds" in each.getMessage()][-1:]
+    assert [each.partition("--cad.speeds ")[2] for each in last] == ["'[0.94,1,0.8,1,1]'."] * advised
 
 
 def test_a_speed_that_is_advised_is_above_0() -> None:
