@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distca.attention import AttentionSpec, Kernel, choose_kernel
-from distca.cluster.agreement import of_ranks
+from distca.cluster.agreement import of_ranks, on_all_ranks
 from distca.errors import ConfigError, system_words
 from distca.plan import AttentionShape
 from distca.plan.cost.table_file import find_table, table_name, write_table
@@ -65,7 +65,7 @@ def tables_for(config: RunConfig, kernel: Kernel, device: torch.device, rank: in
     assert config.cad.cost_table == MEASURE
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     is_first = of_ranks((name, kernel.name)).index((name, kernel.name)) == rank
-    is_there = of_ranks(is_first and _is_there(config, kernel, device, name))
+    is_there = of_ranks(on_all_ranks(lambda: is_first and _is_there(config, kernel, device, name)))
     if not any(is_there) and not config.cad.servers:
         return None
     folder = Path(config.output) / FOLDER

@@ -10,6 +10,7 @@ import torch
 
 from distca.attention import AttentionSpec
 from distca.attention.reference import ReferenceKernel
+from distca.cluster import agreement
 from distca.errors import ConfigError
 from distca.plan.cost import table_file
 from distca.profile.timing import EndedEarlyError
@@ -107,6 +108,9 @@ def test_a_table_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
     monkeypatch.setattr(measured_costs, "measure_device", lambda *_, **__: {})
     (tmp_path / "cost_tables").mkdir()
     (tmp_path / "cost_tables" / "cpu_reference_6x3x32.unfinished").symlink_to("/dev/full")
-    config = config_for(tmp_path, 6)
+    config, said = config_for(tmp_path, 6), list[str]()
+    kernel = measured_costs.kernel_of(config, CPU)
+    monkeypatch.setattr(agreement, "of_ranks", lambda mine: [said.append(mine)])
     with pytest.raises(ConfigError, match=f"output is {tmp_path}, but the cost table .*No space left on device"):
-        measured_costs.tables_for(config, measured_costs.kernel_of(config, CPU), CPU, 0)
+        measured_costs.tables_for(config, kernel, CPU, 0)
+    assert "No space left on device" in said[0], "ranks that measure nothing are told"
