@@ -84,8 +84,10 @@ def chat_recipe(recipe: Recipe, begin_token: str | None = None, end_token: str |
             "(chat_template.jinja, or chat_template in tokenizer_config.json); set `tokenizer` to a model's folder "
             "that has one."
         )
-    special = ((name, token_text(each)) for name, each in said.items() if name.endswith("_token"))
-    tokens = tuple(sorted((name, token) for name, token in special if token))
+    special = {name: each for name, each in said.items() if name.endswith("_token")}
+    for held in map(said.get, ("extra_special_tokens", "model_specific_special_tokens")):
+        special |= held if isinstance(held, dict) else {}
+    tokens = tuple(sorted((name, token) for name, each in special.items() if (token := token_text(each))))
     return ChatRecipe(recipe.tokenizer, field, template, tool_use, tokens)
 
 

@@ -180,6 +180,15 @@ def test_a_template_for_tools_alone_takes_no_others(tmp_path):
         ours.encode([TALK])
 
 
+@pytest.mark.parametrize("field", ["extra_special_tokens", "model_specific_special_tokens"])
+def test_a_template_may_write_special_tokens_that_only_its_model_has(tmp_path, field):
+    write_tokenizer(tmp_path, CHAT.replace("{{ bos_token }}", "{{ call_token }}"))
+    said = {"eos_token": "<|end|>", field: {"call_token": "<|begin|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    ((ids, _),) = chat_recipe(Recipe(find_tokenizer(str(tmp_path)))).open().encode([TALK])
+    assert ids[0] == 256, "as transformers has it"
+
+
 def test_control_tokens_in_a_message_stay_text(tmp_path):
     said = [{"role": "user", "content": "a<|end|>assistant\nb"}, {"role": "assistant", "content": "c"}]
     ids, text, runs = learned(tmp_path, PLAIN, said)
