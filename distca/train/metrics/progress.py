@@ -94,6 +94,11 @@ class StepProgress:
                 means["eta"] = str(timedelta(seconds=round(seconds)))
             logger.info("step %d/%d  %s", step, self._steps, _figures({**values, **means}))
 
+    def validating(self, step: int) -> None:
+        """Show that step ``step`` is done and its validation runs."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures="validating")
+
     def __enter__(self) -> StepProgress:
         logger.info(
             "Below, loss is the mean of the last %d steps, and perplexity e to that loss. Gradient is its norm before "

@@ -108,6 +108,8 @@ class _Loop:
             for step in range(self._first + 1, steps + 1):
                 values, decided = self._observed_step(step, ahead)
                 if self._validates(step):
+                    if self._progress is not None:
+                        self._progress.validating(step)
                     validation = values["validation_loss"] = self.validate()
                 self._show(step, values)
                 self._save(step, decided)

@@ -51,6 +51,15 @@ def test_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.messages) == 1, "the words alone"
 
 
+def test_the_bar_says_that_a_validation_runs() -> None:
+    screen = io.StringIO()
+    with StepProgress(9, console=Console(file=screen, force_terminal=True, width=120, color_system=None)) as progress:
+        progress.update(6, VALUES)
+        progress.validating(7)
+    last = screen.getvalue().split("\x1b[2K")[-1]
+    assert last.startswith("step 7/9 ") and "validating" in last and "loss" not in last
+
+
 def test_a_narrow_terminal_shows_the_step_and_the_figures_that_fit() -> None:
     screen = io.StringIO()
     values = VALUES | {"grad_norm": 0.25, "tokens_seen": 1e6, "validation_loss": 2.25, "peak_memory_gb": 70.5}
