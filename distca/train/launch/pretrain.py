@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -162,8 +163,12 @@ def _run(words: list[str], servers: list[str], values: Mapping[str, str], machin
     given = " ".join(f"{name}={value}" for name, value in values.items())
     said = f"Starting {ranks} on {count(machines.nodes, 'node')} through {machines.starter}."
     say(f"{said} From the environment: {given}." if given else said)
-    run = start.Ranks(words, servers=servers).run()
-    if run.asked_to_save and not run.status and os.environ.get("SLURM_JOB_ID"):
+    with tempfile.TemporaryDirectory() as folder:
+        finished = Path(folder) / "finished"
+        os.environ[start.FINISHED] = str(finished)
+        run = start.Ranks(words, servers=servers).run()
+        is_over = finished.exists()
+    if run.asked_to_save and not run.status and not is_over and os.environ.get("SLURM_JOB_ID"):
         _requeue(os.environ["SLURM_JOB_ID"])
     # The starter's report of a failure is long, and what to do about it should come last.
     if run.status not in (0, 2):

@@ -25,6 +25,9 @@ _SERVERS_S = 5.0
 """Servers without a model that are still there so long after their ranks are ended."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1)
 
+FINISHED = "RUN_FINISHED"
+"""The variable with the path of a file that rank 0 makes when no step of the run is left."""
+
 _told_early: list[int] = []
 
 

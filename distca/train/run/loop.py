@@ -31,7 +31,7 @@ from distca.train.run.builder import Trainer
 from distca.train.run.garbage import SteadyGarbage
 from distca.train.run.profiler import ProfilerWindow
 from distca.train.run.run_folder import Checkpoint, RunFolder
-from distca.train.run.stopping import Decision, Stopping
+from distca.train.run.stopping import Decision, Stopping, say_finished
 from distca.words import count
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def evaluate(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkp
         "Validation loss %.4f, perplexity %.4g, over %s (train.validate_batches %d).",
         *(loss, perplexity(loss), count(targets, "target token"), trainer.config.train.validate_batches),
     )
+    if trainer.world.rank == 0:
+        say_finished()
 
 
 def export_only(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
@@ -123,6 +125,8 @@ class _Loop:
             else:
                 if exported := self._config.checkpoint.export:
                     self.export()
+                if self._speaks:
+                    say_finished()
             self._write_timeline()  # of a run that stopped while it was recorded
             self._profiler.finish()
             self._saver.finish()

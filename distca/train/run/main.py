@@ -222,6 +222,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         from distca.train.run.consistency import check_same_start
         from distca.train.run.loop import evaluate, export_only, train
         from distca.train.run.record import rank_log, record_start
+        from distca.train.run.stopping import say_finished
 
     check_same_start(config, corpus, world)
     if world.rank == 0 and (said := without_effect(config)):
@@ -238,6 +239,8 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
                 logger.info(
                     "%s has all of its %d steps%s: nothing is left to do.", folder.path, config.train.steps, written
                 )
+                if world.rank == 0:
+                    say_finished()
                 return folder
             config = with_saved_warmup(config, checkpoint.path)
             changes = changes_since(folder, checkpoint, config, world.size)
@@ -258,6 +261,8 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         trainer.cad.folder = folder.path
         run = evaluate if config.train.evaluate else export_only if finished else train
         run(trainer, corpus, folder, None if resumed is None else checkpoint)
+        if finished and world.rank == 0:
+            say_finished()
     return folder
 
 

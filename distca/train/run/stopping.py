@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +14,19 @@ import torch.distributed as dist
 
 from distca.cluster.timeout import TIMEOUT
 from distca.train.config.schema import RunConfig
+from distca.train.launch.start import FINISHED
 
 if TYPE_CHECKING:
     from megatron_patches.ranks.world import World
 
 _REASONS = ("SIGTERM", "SIGUSR1", "train.time_limit")
+
+
+def say_finished() -> None:
+    """Tells the launcher that no step is left, so that it does not queue a Slurm job again; rank 0 calls it."""
+    if FINISHED in os.environ:
+        with suppress(OSError):  # the launcher is on another machine
+            Path(os.environ[FINISHED]).touch()
 
 
 @dataclass(frozen=True)

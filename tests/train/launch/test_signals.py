@@ -8,7 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from distca.train.launch import start
+from distca.train.launch import pretrain, start
+from distca.train.launch.machines import Machines
+from distca.train.run.stopping import say_finished
 from tests.train.launch.machine import SCRIPT, Machine
 
 # It runs until it is told to end, and then ends as torchrun does; after a while by itself, so that none is left over.
@@ -114,6 +116,24 @@ def test_ranks_are_told_to_save_and_a_job_whose_time_is_over_is_requeued(
     assert script.returncode == 0, said
     assert machine.record.read_text().splitlines() == ["up", "saved"] + ["requeue 20017"] * requeued
     assert ("Slurm starts job 20017 again." in said) == requeued
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_job_is_not_queued_again_once_all_its_steps_are_done(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[str] = []
+
+    def run(ranks: start.Ranks) -> start.Ranks:
+        ranks.asked_to_save = True
+        if over:
+            say_finished()
+        return ranks
+
+    monkeypatch.setattr(start.Ranks, "run", run)
+    monkeypatch.setattr(pretrain, "_requeue", queued.append)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv(start.FINISHED, "")
+    machines = Machines("srun", nodes=1, gpus=0, node=0, first="", port="")
+    assert pretrain._run([], [], {}, machines) == 0 and queued == ["7"] * (not over)
 
 
 @pytest.mark.parametrize("second, ends", [(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
