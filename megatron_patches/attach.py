@@ -16,7 +16,7 @@ from megatron_patches.experts.balance import ExpertLoad
 from megatron_patches.experts.layer import take_nano_batches
 from megatron_patches.experts.untracked import warn_when_logged
 from megatron_patches.layers.block import disaggregate_block
-from megatron_patches.layers.full_recompute import recompute_layers
+from megatron_patches.layers.full_recompute import recompute_layers, train_recomputed_mlps
 from megatron_patches.layers.latent import use_row_angles
 from megatron_patches.layers.layer import SplitTransformerLayer, keep_outputs_of
 from megatron_patches.layers.packed_attention import PackedAttention
@@ -75,6 +75,8 @@ def change_model(model: LanguageModule, config: TransformerConfig, given: CadArg
         disaggregate_block(model.decoder, pool, recompute_all)
     elif recompute_all:
         recompute_layers(model.decoder)
+    elif not given.own_layers(config):
+        train_recomputed_mlps(model.decoder)
     for module in model.modules():
         if isinstance(module, PackedAttention):
             module.kernel, module.timeline = pool.kernel, pool.timeline

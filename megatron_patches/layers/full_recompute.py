@@ -6,7 +6,8 @@ so a closure holds it.
 
 With disaggregation, ``block.py`` recomputes layers without their core attention. Without disaggregation,
 ``hybrid_stack.py`` recomputes the layers of HybridModels. Both files call only :func:`differentiable` of this file, and
-so does code that recomputes only MLPs or experts.
+so does code that recomputes only MLPs or experts. For the recomputed MLPs of Megatron's own layers,
+:func:`train_recomputed_mlps` makes layers call it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ def recompute_layers(block: TransformerBlock) -> None:
         layer.forward = partial(_forward, layer, layer.forward)
 
 
+def train_recomputed_mlps(block: TransformerBlock) -> None:
+    """Changes a block of Megatron's own layers in place, so that recomputed MLPs learn also above frozen weights."""
+    for layer in block.layers:
+        if layer.recompute_mlp:
+            layer.forward = partial(_differentiable_forward, layer, layer.forward)
+
+
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
     """Returns the same values as a tensor that requires a gradient.
 
@@ -33,6 +41,12 @@ def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
     embedding, no layer would then get gradients.
     """
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
+
+
+def _differentiable_forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.mlp.parameters()):
+        hidden_states = differentiable(hidden_states)
+    return own(hidden_states=hidden_states, **rest)
 
 
 def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:

@@ -123,6 +123,7 @@ def _few_trained():
     mine = ("",) if dist.get_rank() == 0 else others  # rank 0 freezes everything
     cases = {
         "MLPs": (ParityCase(micro_batches=documents, recompute="mlp"), others),
+        "MLPs at home": (ParityCase(micro_batches=documents, recompute="mlp"), others),
         "sinks": (ParityCase(micro_batches=documents, config={"softmax_type": "learnable"}), (*others, "mlp")),
         "experts of a rank": (expert_case("softmax behind the choice", ep=2, micro_batches=documents), mine),
     }
@@ -131,7 +132,7 @@ def _few_trained():
     for what, (case, frozen) in cases.items():
         gradients = []
         for each in ((), frozen):
-            cad, model, step = small_cases.ready(case, frozen=each)
+            cad, model, step = small_cases.ready(case, frozen=each, disaggregate=what != "MLPs at home")
             cad.forward_backward(step, summed_loss_step, model)
             gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters() if p.requires_grad})
         found[what] = gradients
@@ -195,7 +196,7 @@ def test_layers_over_a_frozen_embedding_learn_with_recomputation_too(ranks):
                 assert gradient.norm() > 0
 
 
-@pytest.mark.parametrize("what", ["MLPs", "sinks", "experts of a rank", "recomputed experts of a rank"])
+@pytest.mark.parametrize("what", ["MLPs", "MLPs at home", "sinks", "experts of a rank", "recomputed experts of a rank"])
 def test_weights_learn_alone_as_they_do_beside_others(ranks, what):
     counts = []
     for *_, found, _ in ranks:
@@ -203,7 +204,7 @@ def test_weights_learn_alone_as_they_do_beside_others(ranks, what):
         counts.append(len(alone))
         for name, gradient in alone.items():
             assert torch.dist(gradient, beside[name]) <= 1e-5 * beside[name].norm() and gradient.norm() > 0, name
-    assert counts == {"MLPs": [4, 4], "sinks": [2, 2]}.get(what, [0, 16])
+    assert counts == {"MLPs": [4, 4], "MLPs at home": [4, 4], "sinks": [2, 2]}.get(what, [0, 16])
 
 
 def test_kept_outputs_change_no_bit_and_recomputed_segments_keep_theirs(ranks):
