@@ -91,7 +91,8 @@ def _layer_at_work(layer: LayerBytes, at_work: np.ndarray, rows: np.ndarray, aga
         again: [R] the bytes that a layer keeps for its own backward if it is recomputed as a whole; 0 else.
     """
     around = layer.around_work(1) * rows
-    return np.asarray(at_work * layer.mlp_at_work() + again + around + layer.copies_at_work())
+    of_row = max(layer.mlp_at_work(), layer.latent_at_work())
+    return np.asarray(at_work * of_row + again + around + layer.copies_at_work())
 
 
 def _attending(job: Job) -> int:

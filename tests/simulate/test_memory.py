@@ -120,3 +120,17 @@ def test_servers_of_each_stage_keep_its_own_layers() -> None:
         for job in (Job(replace(model, experts=each), Cluster(2), pair_cost(), pp=2),)
     )
     assert mixed[1] == alone[1] and mixed[0] < alone[0]
+
+
+def test_a_recomputed_layer_with_latent_attention_needs_its_expanded_keys_and_values() -> None:
+    model = replace(MODELS["moonlight-16b-a3b"], vocabulary=64)
+    part = model.attention_shape(1)
+    cost = analytic_cost(part.heads, part.kv_heads, part.head_dim, value_dim=part.value_dim)
+    job, rows = Job(model, Cluster(1), cost, recompute="all"), np.array([65_536])
+    layers = [LayerBytes(shape=model, kind=kind, recompute="all") for kind in model.layer_kinds]
+    kept = sum(layer.kept_beside_attention() for layer in layers)
+    kept += len(layers) * (part.q_bytes + part.kv_bytes + layers[0].lse)
+    at_work = max(layer.latent_at_work() for layer in layers) / 2 + layers[0].around_work(1)
+    assert max(layer.latent_at_work() for layer in layers) > max(layer.mlp_at_work() for layer in layers)
+    found = with_servers(job, rows, rows, rows, np.zeros(1), np.ones(1))[0]
+    assert found == static_bytes(job) + rows[0] * (kept + at_work) + layers[-1].copies_at_work()
