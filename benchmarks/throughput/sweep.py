@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,25 @@ def main() -> None:
     found = sorted(path for folder in arguments.folders for path in folder.rglob("benchmark.json"))
     if not found:
         parser.error(f"there is no benchmark.json below {', '.join(map(str, arguments.folders))}")
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in found]
+    reports = [report for path in found if (report := _read(path)) is not None]
+    if not reports:
+        parser.error("no benchmark.json could be read")
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "table.md").write_text("\n\n".join(map(table, reports)), encoding="utf-8")
     plot(reports, arguments.output / "plot.png")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The report in a file; None, and a warning, where it has none."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        report = error
+    if isinstance(report, dict) and "cells" in report:
+        return report
+    why = f" ({report})" if isinstance(report, Exception) else ""
+    sys.stderr.write(f"warning: {path} is no report of the benchmark and is left out{why}.\n")
+    return None
 
 
 def plot(reports: list[dict[str, Any]], path: Path) -> None:

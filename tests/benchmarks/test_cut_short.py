@@ -91,6 +91,17 @@ def test_a_sweep_over_an_ended_run_says_so(ended, tmp_path, monkeypatch):
     assert sweep._label("prolong 128", cell["modes"], KEPT) == "prolong 128"
 
 
+@pytest.mark.parametrize("broken", ['{"hardware": ', "[]", "{}"])
+def test_a_sweep_leaves_a_broken_file_out(broken, tmp_path, capsys):
+    from benchmarks.throughput import sweep
+
+    whole, file = tmp_path / "whole.json", tmp_path / "broken.json"
+    whole.write_text('{"cells": {}}')
+    file.write_text(broken)
+    assert [sweep._read(whole), sweep._read(file)] == [{"cells": {}}, None]
+    assert f"warning: {file} is no report of the benchmark and is left out" in capsys.readouterr().err
+
+
 def test_what_only_a_modes_end_knows_may_be_missing(ended, tmp_path):
     from benchmarks.throughput.sweep import plot
     from benchmarks.throughput.table import table
