@@ -71,7 +71,9 @@ def import_weights(folder: str, *, output: str) -> None:
         import torch
 
         from megatron_patches.hugging_face.import_folder import import_folder
+        from megatron_patches.versions import drop_log_lines
 
+        drop_log_lines()
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         with _writing(target) as partial, _progress(f"reading {folder}", described, stored) as advance:
             import_folder(files, described, config.model, dtype, partial, advance)

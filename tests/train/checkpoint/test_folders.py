@@ -178,8 +178,9 @@ def test_commands_write_the_same(root: Path, tmp_path: Path, run: str) -> None:
     assert positions[0] == positions[1]
 
 
-def test_what_was_imported_loads_on_other_ranks(root: Path, tmp_path: Path) -> None:
+def test_what_was_imported_loads_on_other_ranks(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     distca(["checkpoint", "import", str(root / "first"), "--output", str(tmp_path / "imported")])
+    assert "DEPRECATED" not in capfd.readouterr().err
     assert run_ranks(4, _loads, root / "first", tmp_path / "imported") == [True] * 4
 
 
