@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,6 +103,7 @@ def check_fields(folder: Path, texts: Sequence[str] | None, begin_token: str | N
     _check_tokens(said, content, where, texts)
     if texts is None and begin_token is None:
         _check_begin(said, folder, where)
+        _warn_of_others_before(said, content, folder / "tokenizer.json")
     if texts is not None:
         _warn_of_spaces(said, content, where)
     known = {*_READ, *_MORE_TOKENS, *INERT, *_ONLY, "split_special_tokens"}
@@ -132,6 +134,22 @@ def _check_begin(said: dict[str, Any], folder: Path, where: Path) -> None:
         raise DataError(
             f"{where} has add_bos_token {str(asked).lower()}, but tokenizer.json {does} before texts; set "
             f"`begin_token` to {begin!r} or to '', as in the first training."
+        )
+
+
+def _warn_of_others_before(said: dict[str, Any], content: dict[str, Any], file: Path) -> None:
+    """Warn of tokens that the tokenizer's own template puts before texts, besides the begin token."""
+    step = content.get("post_processor")
+    steps = [step, *_objects(step.get("processors"))] if isinstance(step, dict) else []
+    puts: list[str] = []
+    for single in (each.get("single") for each in steps):
+        parts: list[Any] = [each.get("SpecialToken") for each in _objects(single)]
+        puts += [str(part.get("id")) for part in takewhile(lambda each: isinstance(each, dict), parts)]
+    others = [each for each in puts if each != token_text(said.get("bos_token"))]
+    if others:
+        _warn(
+            f"{file} puts {' '.join(others)} before texts, which is not bos_token of tokenizer_config.json, so texts "
+            "begin without it here; set `begin_token` to a token that they shall begin with, or to ''."
         )
 
 

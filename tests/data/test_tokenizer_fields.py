@@ -127,3 +127,16 @@ def test_spaces_of_llama_classes_are_named_in_a_warning(tmp_path: Path, caplog: 
             find_recipe(str(folder), conversations=True)
         assert len(caplog.records) == warned
         assert "puts spaces behind control tokens otherwise than tokenizer.json" in caplog.text
+
+
+def test_tokens_before_texts_that_no_field_names_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for begin, warned in (("<|begin|>", 0), ("<|end|>", 1)):
+        write(tmp_path, bos_token=begin)
+        with caplog.at_level(logging.WARNING, tokenizer_fields.__name__):
+            ((ids, _),) = find_recipe(str(tmp_path)).open().encode(["a"])
+        assert (ids[0] == 256) != warned and len(caplog.records) == warned
+    assert "puts <|begin|> before texts, which is not bos_token" in caplog.text
+    find_recipe(str(tmp_path), begin_token="<|begin|>")
+    assert len(caplog.records) == 1
