@@ -44,13 +44,18 @@ def check_ready(model: Any, step: Step, pool: AttentionPool, options: PlanOption
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
 
     Raises:
-        SupportError: ``step`` is no Step; torch.autocast or, for training, torch.inference_mode is on; the model was
-            not attached, or was changed since; the step was planned with other options, or for more token ids than the
-            model has; or weights would get wrong gradients or updates.
+        SupportError: ``step`` is no Step; torch.autocast or, for training, torch.inference_mode or a search for nan is
+            on; the model was not attached, or was changed since; the step was planned with other options, or for more
+            token ids than the model has; or weights would get wrong gradients or updates.
     """
     if not forward_only:
         if torch.is_inference_mode_enabled():
             raise SupportError("torch.inference_mode is on, in which nothing can be trained: leave it before the step.")
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            raise SupportError(
+                "torch.autograd.set_detect_anomaly is on, which would find nan in dummy gradients that nobody reads: "
+                "leave it out, or set its check_nan to False."
+            )
         check_wrapped(model)
     gpt = unwrap_model(model)
     check_attached(gpt)

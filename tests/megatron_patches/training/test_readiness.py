@@ -145,6 +145,9 @@ def _changed() -> dict[str, str]:
         said["autocast"] = _trained(cad, ddp, step)
     with torch.inference_mode():
         said["inference"] = _trained(cad, ddp, step)
+    for check_nan in (True, False):
+        with torch.autograd.set_detect_anomaly(True, check_nan):
+            said[f"anomaly {check_nan}"] = _trained(cad, ddp, step)
     said["autocast inside"] = _said(cad.forward_backward, step, _in_autocast, ddp)
     said["documents"] = _trained(cad, ddp, step.documents)
     ddp.module.output_layer.weight.requires_grad_(False)
@@ -441,6 +444,8 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         qkv = "decoder.layers.0.self_attention.linear_qkv"
         assert said["bias alone"].startswith(f"{qkv}.bias is trained and {qkv}.weight is frozen, but Megatron")
         assert said["inference"].startswith("torch.inference_mode is on, in which nothing can be trained")
+        assert said["anomaly True"].startswith("torch.autograd.set_detect_anomaly is on, which would find nan in dummy")
+        assert said["anomaly False"] == ""
         assert said["frozen on one rank"].startswith(
             "output_layer.weight is frozen on some ranks, and trained on others"
         )
