@@ -68,8 +68,9 @@ class PatchedForward(LanguageModule):
 
         Raises:
             SupportError: torch.autocast is on; an argument is missing, has the wrong class or not as many rows as the
-                batch, or would be ignored; ``summed_loss`` and ``log_probabilities`` are both set; or one is set for a
-                model whose output layer or loss the user changed.
+                batch, or would be ignored; ``summed_loss`` is set, and ``loss_mask`` requires a gradient; both
+                ``summed_loss`` and ``log_probabilities`` are set; or one of them is set for a model whose output layer
+                or loss the user changed.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
@@ -83,6 +84,11 @@ class PatchedForward(LanguageModule):
         _check_rows(attention_mask, input_ids, position_ids, given)
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both by name, or leave summed_loss out.")
+        if summed_loss and torch.is_grad_enabled() and kwargs["loss_mask"].requires_grad:
+            raise SupportError(
+                "loss_mask requires a gradient, which summed_loss would not compute: pass loss_mask.detach(), or leave "
+                "summed_loss out and sum the tokens' losses under loss_mask."
+            )
         if log_probabilities and (summed_loss or kwargs.get("labels") is None):
             raise SupportError("log_probabilities needs labels and no summed_loss; pass the batch's labels by name.")
         if (summed_loss or log_probabilities) and (own := _own_output(self)):

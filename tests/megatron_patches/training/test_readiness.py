@@ -189,6 +189,7 @@ def _called() -> dict[str, str]:
         "labels": {"labels": other.labels},
         "ids": {"input_ids": one.tokens[0]},
         "inference": {"inference_context": object()},
+        "mask": {"labels": one.labels, "loss_mask": one.loss_mask.float().requires_grad_(), "summed_loss": True},
         "processor": {"labels": one.labels, "log_probabilities": True, "output_processor": print},
     }
     usual = {"input_ids": one.tokens, "position_ids": one.positions, "attention_mask": one.attention}
@@ -468,6 +469,7 @@ def test_arguments_of_another_batch_or_without_effect_are_refused(found: list[di
         assert "pass the tensors of one batch as they are" in said["ids"]
         for name in ("inference", "by place"):
             assert said[name].startswith("The model was called with inference_context, which would be ignored")
+        assert said["mask"].startswith("loss_mask requires a gradient, which summed_loss would not compute: pass loss")
         assert said["processor"].startswith("The model was called with output_processor, which summed_loss and log_pro")
 
 
