@@ -56,9 +56,9 @@ def simulate(
     """Predict training steps on a cluster, for DistCA and the ways to train that it is compared with.
 
     Args:
-        lengths: a file with one document length per line; a mix: pretrain, prolong, pretrain-long or prolong-long; or
-            training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH (a byte is a token) or
-            indexed:PATH, cut where it exceeds a context.
+        lengths: a file with one document length per line, used again where a step needs more; a mix: pretrain, prolong,
+            pretrain-long or prolong-long; or training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH,
+            blend:PATH (a byte is a token) or indexed:PATH, cut where it exceeds a context.
         gpus: of the cluster; several as [64,128,256].
         model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b,
             moonlight-16b-a3b, deepseek-v3, qwen3.5-9b, qwen3.5-27b, or a configuration file with a model (YAML).
