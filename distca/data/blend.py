@@ -162,26 +162,30 @@ class Blend:
         source, own = self._own(document)
         return source.where(own)
 
-    def epoch(self, documents: np.ndarray, seed: int) -> np.ndarray:
+    def epoch(self, documents: np.ndarray, seed: int, tokens: np.ndarray | None = None) -> np.ndarray:
         """The documents of one epoch, each as often as it is used.
 
         Args:
             documents: [·] those that may be used, ascending.
             seed: of which documents are used once more than others.
+            tokens: [·] tokens of each that are used, where some are left out; None for all.
 
         Raises:
             DataError: a source has no document that could be used, or no long or no short one where it needs some; or
                 the epoch would have none of a source, or more than can be counted.
         """
+        tokens = self.lengths[documents] if tokens is None else tokens
         owner = np.searchsorted(self._first, documents, side="right") - 1
-        own = [documents[owner == number] for number in range(len(self._sources))]
-        budgets = self._budgets([int(self.lengths[each].sum()) for each in own])
+        own = [owner == number for number in range(len(self._sources))]
+        budgets = self._budgets([int(tokens[each].sum()) for each in own])
         used = []
-        for number, (mine, budget, each) in enumerate(zip(own, budgets, self._ingredients, strict=True)):
+        for number, (is_own, budget, each) in enumerate(zip(own, budgets, self._ingredients, strict=True)):
+            mine, lengths = documents[is_own], tokens[is_own]
             long = self.lengths[mine] >= each.long_tokens if each.long_tokens else np.zeros(len(mine), bool)
             share = each.long_share if each.long_tokens else 0.0
-            for kind, tokens in ((True, share * budget), (False, (1 - share) * budget)):
-                used.append(self._use(mine[long == kind], tokens, each, (seed, number, int(kind))))
+            for kind, wanted in ((True, share * budget), (False, (1 - share) * budget)):
+                chosen = long == kind
+                used.append(self._use(mine[chosen], lengths[chosen], wanted, each, (seed, number, int(kind))))
         return np.concatenate(used)
 
     def _budgets(self, tokens: list[int]) -> list[float]:
@@ -197,9 +201,11 @@ class Blend:
             for each, there in zip(self._ingredients, tokens, strict=True)
         ]
 
-    def _use(self, documents: np.ndarray, tokens: float, each: Ingredient, entropy: tuple[int, ...]) -> np.ndarray:
-        """Documents repeated to as many tokens: all equally often, and some of them once more."""
-        there = int(self.lengths[documents].sum())
+    def _use(
+        self, documents: np.ndarray, lengths: np.ndarray, tokens: float, each: Ingredient, entropy: tuple[int, ...]
+    ) -> np.ndarray:
+        """Documents of so many tokens each, repeated to ``tokens``: all equally often, and some of them once more."""
+        there = int(lengths.sum())
         if tokens and not there:
             raise DataError(
                 f"The blend's source {each.path} has no documents on both sides of {each.long_tokens:,} tokens, where "
@@ -214,7 +220,7 @@ class Blend:
                 f"its {each.amount}, {each.value:g}, or that of the others."
             )
         order = shuffled(len(documents), *entropy)
-        more = order[np.cumsum(self.lengths[documents][order]) - self.lengths[documents][order] / 2 < rest]
+        more = order[np.cumsum(lengths[order]) - lengths[order] / 2 < rest]
         times = np.full(len(documents), int(whole), np.int64)
         times[more] += 1
         if tokens and not times.any():

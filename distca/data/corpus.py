@@ -142,7 +142,9 @@ class Corpus:
         self.vocabulary = source.vocabulary
         train, held_back = kept[~validation], kept[validation]
         cutter = _Cutter(source, context_length, masked)
-        self.train = cutter.cut(source.epoch(train, seed) if isinstance(source, Blend) else train)
+        if isinstance(source, Blend):
+            train = source.epoch(train, seed, cutter.kept_tokens(train))
+        self.train = cutter.cut(train)
         self.validation = cutter.cut(held_back)
         too_long = LeftOut(len(long) - len(kept), f"of more than {context_length:,} tokens")
         pieces = LeftOut(cutter.empty, "of longer documents with nothing to learn", noun="piece")
@@ -185,6 +187,12 @@ class _Cutter:
         parts = zip(*(column[asked].tolist() for column in (document, offset, size)), strict=True)
         kept[asked] = [self._has_targets(*part) for part in parts]
         return DocumentSet(self._source, document[kept], offset[kept], size[kept])
+
+    def kept_tokens(self, documents: np.ndarray) -> np.ndarray:
+        """[·] tokens of the pieces of each document, of which the numbers are ascending."""
+        pieces = self.cut(documents)
+        owner = np.searchsorted(documents, pieces._document)
+        return np.bincount(owner, pieces.lengths, len(documents)).astype(np.int64)
 
     def _has_targets(self, document: int, offset: int, size: int) -> bool:
         """Whether a piece has tokens to learn; its first one has nothing before it and is none."""

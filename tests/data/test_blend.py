@@ -33,6 +33,22 @@ def test_weights_are_shares_of_tokens_and_nothing_is_left_out():
     assert set(corpus.train._document) == set(range(260))
 
 
+class LastIsLearned(CountingSource):
+    """Of every document the last token alone is learned."""
+
+    masked = True
+
+    def learned(self, document, start, stop):
+        return np.arange(start, stop) == self.lengths[document] - 1
+
+
+def test_weights_are_shares_of_the_pieces_that_are_trained_on():
+    ingredients = [Ingredient("jsonl", name, None, "weight", 1) for name in ("talks", "texts")]
+    source = Blend([LastIsLearned([250] * 40), CountingSource([50] * 10)], ingredients)
+    corpus = Corpus(source, 100, "split")
+    assert tokens_by_source(source, corpus) == [40 * 50, 40 * 50]
+
+
 @pytest.mark.parametrize(
     ("amount", "value", "tokens"), [("epochs", 2.5, 2.5 * sum(LENGTHS)), ("tokens", 700, 700), ("epochs", 0.1, 258.7)]
 )
