@@ -62,7 +62,7 @@ def _given(row: Row) -> tuple[list[Any], list[bool]]:
     """A row's turns as they stand there, and of each whether it is one that the row asks to be learned."""
     value, others = row.value, row.others
     if "completion" in others:
-        if others.get("label") is False:
+        if others.get("label", True) == 0:  # as a number, too
             raise ValueError("its label is false: the completion is one that should not be said; take it out")
         prompt = _as_turns(value, "user", "prompt")
         completion = _as_turns(others["completion"], "assistant", "completion")

@@ -67,6 +67,7 @@ def test_rows_become_messages(row: Row, messages: object, asked: list[bool]) -> 
         (Row([USER, SAID], {"functions": [{"name": "f"}]}), "'functions' stands beside it"),
         (Row([USER, SAID], {"chat_template_kwargs": {"a": 1}}), "'chat_template_kwargs' stands beside it"),
         (Row("u", {"completion": "a", "label": False}), "its label is false"),
+        (Row("u", {"completion": "a", "label": 0}), "its label is false"),
         (Row("u", {"completion": [USER]}), "no message of the assistant"),
         (Row("u", {"completion": 5}), "its completion is neither a text nor a list of messages"),
         (Row("u", {"output": 5}), "its output is no text"),
