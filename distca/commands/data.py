@@ -131,7 +131,10 @@ def describe(
         ("shortest document", f"{statistics.shortest:,}"),
         *((f"{share:.0%} quantile", f"{value:,.0f}") for share, value in statistics.quantiles.items()),
         ("longest document", f"{statistics.longest:,}"),
-        *((f"in documents over {limit // 1024}K", f"{share:.1%}") for limit, share in statistics.long_shares.items()),
+        *(
+            (f"tokens in documents over {limit // 1024}K", f"{share:.1%}")
+            for limit, share in statistics.long_shares.items()
+        ),
         *(
             (f"attention pairs in documents over {limit // 1024}K", f"{share:.1%}")
             for limit, share in statistics.attention_shares.items()

@@ -28,8 +28,8 @@ def test_describe_prints_the_figures_of_a_folder(tmp_path, capsys):
     assert figures["all 2 documents"] == "9,100"
     assert figures["mean document"] == "4,550.0"
     assert figures["longest document"] == "9,000"
-    assert figures["in documents over 8K"] == "98.9%"
-    assert figures["in documents over 32K"] == "0.0%"
+    assert figures["tokens in documents over 8K"] == "98.9%"
+    assert figures["tokens in documents over 32K"] == "0.0%"
 
 
 def test_convert_writes_what_indexed_reads(tmp_path, capsys):
