@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from distca.errors import SupportError
 from distca.plan import PlanOptions
 from distca.runtime import AttentionPool
+from megatron_patches.experts.layer import BalancedRouter
 from megatron_patches.layers.block import refuse_other_schedule
 from megatron_patches.patches.gpt_forward import check_attached, check_no_autocast
 from megatron_patches.steps.step import Step
@@ -132,12 +133,15 @@ def _zero_gradients(model: DistributedDataParallel) -> None:
 
 
 def _forget_step(model: DistributedDataParallel) -> None:
-    """Resets the reduction of gradients that an exception in the previous step left unfinished."""
+    """Resets what an exception in the previous step left unfinished: the reduction of gradients, and counts of rows."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
         group.per_param_grad_ready_counts = {}
+    for module in model.modules():
+        if isinstance(module, BalancedRouter) and module.enable_expert_bias:
+            module.local_tokens_per_expert.zero_()
 
 
 def note_trained(model: DistributedDataParallel) -> None:

@@ -232,6 +232,24 @@ def _trained_after_evaluation() -> str:
     return _trained(cad, ddp, step)
 
 
+def _biases_of_experts(failures: int) -> torch.Tensor:
+    """The biases of routers' scores after a step, before which steps on other documents failed."""
+    from megatron_patches.training.training_step import summed_loss_step
+
+    def fails(batches: Any, model: Any) -> Any:
+        summed_loss_step(batches, model)
+        raise SupportError("the user's own")
+
+    fields = {"num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_token_dispatcher_type": "alltoall"}
+    fields |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    cad, ddp, _ = _wrapped(fields=fields)
+    other, step = cad.plan_step([[np.full(110, 5)]]), cad.plan_step([[np.arange(9)]])
+    for _ in range(failures):
+        assert _said(cad.forward_backward, other, fails, ddp) == "the user's own"
+    assert _trained(cad, ddp, step) == ""
+    return torch.cat([each for name, each in ddp.named_buffers() if name.endswith("expert_bias")])
+
+
 def _hooked_at_home(multiplier: float) -> dict[str, tuple[str, bool]]:
     """What is said of a hook on each part of a layer, and whether it ran. With 1.0 the layers are Megatron's own."""
     from distca import ModelOptions
@@ -403,6 +421,7 @@ def _all() -> dict[str, Any]:
         "hooked": {multiplier: _hooked_at_home(multiplier) for multiplier in (1.0, 0.5)},
         "experts": _hooked_experts(),
         "after evaluation": _trained_after_evaluation(),
+        "biases": [_biases_of_experts(failures) for failures in (0, 3)],
         "mixed": _mixed(),
         "harmless": _harmless(),
         "uses": _uses(),
@@ -475,6 +494,11 @@ def test_arguments_of_another_batch_or_without_effect_are_refused(found: list[di
 
 def test_experts_train_after_a_first_evaluation_in_inference_mode(found: list[dict[str, Any]]) -> None:
     assert [rank["after evaluation"] for rank in found] == ["", ""]
+
+
+def test_rows_of_a_failed_step_change_no_bias_of_experts(found: list[dict[str, Any]]) -> None:
+    for usual, after_failures in (rank["biases"] for rank in found):
+        assert usual.any() and torch.equal(after_failures, usual)
 
 
 def test_a_hook_at_home_runs_or_is_refused(found: list[dict[str, Any]]) -> None:
