@@ -72,7 +72,7 @@ def change_model(model: LanguageModule, config: TransformerConfig, given: CadArg
     # With recompute_all only one layer at a time keeps outputs of norms and SwiGLU, which takes little memory.
     keep_outputs_of(model, given.keep_outputs or recompute_all)
     if given.disaggregate or pattern:
-        disaggregate_block(model.decoder, pool, recompute_all)
+        disaggregate_block(model.decoder, pool, recompute_all, bool(given.servers))
     elif recompute_all:
         recompute_layers(model.decoder)
     elif not given.own_layers(config):

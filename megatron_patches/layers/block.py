@@ -57,6 +57,7 @@ class DisaggregatedForward(MegatronModule):
     Attributes:
         pool: the kernel that computes attention cores, and the transport that moves rows between ranks.
         recompute_segments: whether backward recomputes everything but cores.
+        has_servers: whether servers without a model compute cores too.
         in_phases: whether this project's pipeline schedule runs the model. In that schedule all stages run forward at
             the same time, then all run backward. The i-th layers of all stages run together.
     """
@@ -66,6 +67,7 @@ class DisaggregatedForward(MegatronModule):
     input_tensor: torch.Tensor
     layers: Any
     recompute_segments: bool
+    has_servers: bool
     in_phases = False
 
     @property
@@ -94,9 +96,9 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        # With ``in_phases`` ranks of all stages compute attention for each other in backward too. If this rank's
-        # backward stopped at frozen layers, the other ranks would wait for it.
-        if recompute or self.in_phases:
+        # With ``in_phases`` ranks of all stages compute attention for each other in backward too, and servers take part
+        # in backward of all layers. If this rank's backward stopped at frozen layers, the others would wait for it.
+        if recompute or self.in_phases or self.has_servers:
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
         rotations = rotary_pos_emb.of_nano_batches(micro_batch.nano_rows, micro_batch.chunks)
@@ -148,10 +150,12 @@ def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) 
         return tensor_parallel.checkpoint(function, False, *tensors)
 
 
-def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, with ``pool`` and ``recompute_segments``.
+def disaggregate_block(
+    block: Any, pool: AttentionPool, recompute_segments: bool = False, has_servers: bool = False
+) -> None:
+    """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, with the attributes that are given here.
 
-    A HybridModel's stack already has that forward, so it only gets these two.
+    A HybridModel's stack already has that forward, so it only gets the attributes.
 
     Raises:
         SupportError: a field of the block's configuration is not supported.
@@ -161,7 +165,7 @@ def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool
     assert all(isinstance(layer, SplitLayerParts) for layer in block.layers)
     if not isinstance(block, DisaggregatedForward):
         block.__class__ = DisaggregatedBlock
-    block.pool, block.recompute_segments = pool, recompute_segments
+    block.pool, block.recompute_segments, block.has_servers = pool, recompute_segments, has_servers
 
 
 def block_spec(

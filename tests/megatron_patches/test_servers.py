@@ -65,7 +65,8 @@ SHIPPED = TABLES / "cpu_reference_4x2x32.json"
 IDLE = "idle"
 """The case that has too little attention for servers to get any."""
 SHARED = "shared"
-"""The case whose servers, of one tensor-parallel rank each, say that they share a GPU."""
+"""The case whose servers, of one tensor-parallel rank each, say that they share a GPU. Its embedding and first layer
+are frozen; servers run backward of that layer too."""
 REPEATED = ("biased", "recurrent experts")
 """The cases whose step is thrown away once, as if server 1 had been lost in it, and repeated without the server."""
 OF_FOUR = ("kinds", "shared", "stages")
@@ -172,6 +173,8 @@ def _ran(
             seconds = cad.options.cost.on_servers("both", rows, rows, servers)
             np.testing.assert_allclose(seconds, seconds[:, :1] * [1, 1, 2])
     experts.set_biases(model)
+    bottom = ("embedding", "decoder.layers.0.") if replace(case, servers=0) == _case(**CASES[SHARED]) else ()
+    frozen = [weight.requires_grad_(False) for name, weight in model.named_parameters() if name.startswith(bottom)]
     ddp = wrap_for_data_parallel(model, distributed_optimizer=False, gradients=torch.float64)
     # The second step is planned before the first one runs, and both are of the same documents.
     first, second = (cad.plan_step(case_documents(case)) for _ in range(2))
@@ -198,6 +201,8 @@ def _ran(
         for plans in phase.by_combination
         for plan in plans
     ]
+    for weight in frozen:
+        weight.main_grad = torch.zeros_like(weight)  # which the outcome reads
     loads = {number: load.rows_E for number, load in cad.expert_loads(ddp).items()}
     outcome = disaggregated.outcome_of(case, cad, model, reports, weights)
     return outcome, experts.biases_of(model), loads, sum(away)
