@@ -117,6 +117,12 @@ def check_model(
     if model.decoder.final_layernorm is not None:
         norm = norm_class(model.config, options.norm_bias)
         expect("decoder.final_layernorm", type(model.decoder.final_layernorm), norm)
+    found, due = len(model.decoder.layers), model.config.num_layers // model.config.pipeline_model_parallel_size
+    if found != due:
+        raise SupportError(
+            f"decoder has {found} layers, but num_layers and pipeline_model_parallel_size of the configuration give "
+            f"each pipeline stage {due}, and plans are for these: set num_layers to what the model has."
+        )
     for number, each in enumerate(model.decoder.layers):
         expected = layer_class(model.config, each.layer_number) if layer is SplitTransformerLayer else layer
         expect(f"decoder.layers.{number}", type(each), expected)

@@ -97,6 +97,9 @@ def _models():
     head = build()
     head.output_layer = torch.nn.Linear(4, 4)
     note("head", "output_layer is a torch.nn.modules.linear.Linear, but only megatron.core.", head)
+    shallow = build()
+    del shallow.decoder.layers[1]
+    note("shallow", "decoder has 1 layers, but num_layers and pipeline_model_parallel_size of the con", shallow)
     layer = build()
     layer.decoder.layers[1].__class__ = TransformerLayer
     note("layer", "decoder.layers.1 is a megatron.core.transformer.transformer_layer.TransformerLayer, but", layer)
