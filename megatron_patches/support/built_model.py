@@ -123,7 +123,13 @@ def check_model(
             f"decoder has {found} layers, but num_layers and pipeline_model_parallel_size of the configuration give "
             f"each pipeline stage {due}, and plans are for these: set num_layers to what the model has."
         )
+    before = due * parallel_state.get_pipeline_model_parallel_rank()
     for number, each in enumerate(model.decoder.layers):
+        if each.layer_number != before + number + 1:
+            raise SupportError(
+                f"decoder.layers.{number} was built as layer {each.layer_number} of the model, but is at the place of "
+                f"layer {before + number + 1}, whose window and sinks it would get: leave layers in their order."
+            )
         expected = layer_class(model.config, each.layer_number) if layer is SplitTransformerLayer else layer
         expect(f"decoder.layers.{number}", type(each), expected)
         _check_layer(f"decoder.layers.{number}", each, model.config, options)

@@ -100,6 +100,9 @@ def _models():
     shallow = build()
     del shallow.decoder.layers[1]
     note("shallow", "decoder has 1 layers, but num_layers and pipeline_model_parallel_size of the con", shallow)
+    swapped = build()
+    swapped.decoder.layers = torch.nn.ModuleList([*swapped.decoder.layers][::-1])
+    note("swapped", "decoder.layers.0 was built as layer 2 of the model, but is at the place of layer 1", swapped)
     layer = build()
     layer.decoder.layers[1].__class__ = TransformerLayer
     note("layer", "decoder.layers.1 is a megatron.core.transformer.transformer_layer.TransformerLayer, but", layer)
