@@ -22,6 +22,9 @@ from distca.errors import DataError
 
 _CLOCK = "strftime_now"
 """The name by which templates ask for today's date."""
+_READING = 3
+"""Counts the changes to how conversations become ids and masks. Tokens that were cached before such a change are made
+again."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,9 @@ class ChatRecipe(Recipe):
         return ChatEncoder(load_json(Path(self.tokenizer.name)), *templates)
 
     def identity(self) -> dict[str, Any]:
-        said = {"chat_template": self.template, "special_tokens": dict(self.tokens), "field": self.field}
-        said |= {"turns": "of the whole", "beside": list(self.beside)} | (
-            {"tool_use": self.tool_use} if self.tool_use else {}
-        )
+        said: dict[str, Any] = {"reading": _READING, "field": self.field, "beside": list(self.beside)}
+        said |= {"chat_template": self.template, "special_tokens": dict(self.tokens)}
+        said |= {"tool_use": self.tool_use} if self.tool_use else {}
         if _CLOCK in self.template + self.tool_use:
             said["date"] = TODAY.isoformat()
         return {"tokenizer_digest": self.tokenizer.digest()} | said
