@@ -28,6 +28,7 @@ def test_a_single_nano_batch_is_not_copied(monkeypatch: pytest.MonkeyPatch, nano
         layers=[],
         pool=None,
         recompute_segments=False,
+        has_servers=False,
         in_phases=False,
         last_norm=None,
     )
