@@ -223,7 +223,7 @@ class Blend:
         more = order[np.cumsum(lengths[order]) - lengths[order] / 2 < rest]
         times = np.full(len(documents), int(whole), np.int64)
         times[more] += 1
-        if tokens and not times.any():
+        if tokens and not lengths[times > 0].any():
             side = f" on one side of {each.long_tokens:,} tokens" if each.long_tokens else ""
             raise DataError(
                 f"An epoch of the blend would have no document of its source {each.path}{side}, as it takes less than "

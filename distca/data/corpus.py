@@ -190,9 +190,13 @@ class _Cutter:
 
     def kept_tokens(self, documents: np.ndarray) -> np.ndarray:
         """[·] tokens of the pieces of each document, of which the numbers are ascending."""
-        pieces = self.cut(documents)
-        owner = np.searchsorted(documents, pieces._document)
-        return np.bincount(owner, pieces.lengths, len(documents)).astype(np.int64)
+        tokens = self._source.lengths[documents]
+        # Only these documents can lose pieces. A blend may have very many others.
+        split = np.flatnonzero(self._masked[documents] & (tokens > self._context_length))
+        pieces = self.cut(documents[split])
+        owner = np.searchsorted(documents[split], pieces._document)
+        tokens[split] = np.bincount(owner, pieces.lengths, len(split))
+        return tokens
 
     def _has_targets(self, document: int, offset: int, size: int) -> bool:
         """Whether a piece has tokens to learn; its first one has nothing before it and is none."""

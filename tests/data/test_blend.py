@@ -47,6 +47,10 @@ def test_weights_are_shares_of_the_pieces_that_are_trained_on():
     source = Blend([LastIsLearned([250] * 40), CountingSource([50] * 10)], ingredients)
     corpus = Corpus(source, 100, "split")
     assert tokens_by_source(source, corpus) == [40 * 50, 40 * 50]
+    source = Blend([LastIsLearned([250] * 40)], [Ingredient("jsonl", "talks", None, "epochs", 0.01)])
+    source._sources[0].learned = lambda document, start, stop: np.full(stop - start, not document)
+    with pytest.raises(DataError, match="takes less than half of the first one"):  # and not 39 documents of no token
+        Corpus(source, 100, "split")
 
 
 @pytest.mark.parametrize(
