@@ -47,7 +47,7 @@ class Scheduler(Protocol):
         """Returns the plan of ``layout``, over all ranks.
 
         Args:
-            layout: the homes of all these rows.
+            layout: the rows to plan, and their homes.
             direction: whether to balance the attention seconds of forward, of backward or of both.
             beside: [R] seconds of servers' other work, which are balanced together with attention.
         """

@@ -7,8 +7,8 @@ A *row* is one token's q, or its k and v. The *home* of a row is the rank that c
 
 q goes from homes to servers in one exchange, and k and v in another. Between nodes, k and v may first go to one server
 of a node, the *gateway*. A third exchange then brings them to other servers of the node. o, dQ, dK and dV return by the
-same exchanges, with source and destination swapped. For a transport, q is one *part* of an exchange, and k with v is
-another. The gateways' exchange is the second hop of the part with k and v.
+same exchanges, with source and destination swapped. A transport runs these exchanges as one, whose *parts* are q, and k
+with v. The third exchange is then the second hop of the part with k and v.
 
 Array legend: R ranks, N ranges of rows; all arrays are int64.
 """
@@ -104,7 +104,7 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class ReadRanges:
-    """The N ranges of rows, called *pieces*, that the servers on all ranks read.
+    """The ranges of rows that all servers read. Each of the N ranges is a *piece*.
 
     Attributes:
         sender: [N] rank that has the rows.

@@ -219,7 +219,7 @@ def _scheduler(options: PlanOptions) -> Once:
 def _of_one_stage(options: PlanOptions) -> PlanOptions:
     """Returns the options with which to place documents on the ranks of one stage.
 
-    All stages have the same placement. If their servers differ in speed, all count as the first sort of server."""
+    All stages have the same placement. If servers differ in speed, all of them count as the first sort of server."""
     linear, cost = options.non_attention, options.cost
     unlike = isinstance(cost, PoolCost) or (linear is not None and linear.factors)
     if options.stages == 1 or not unlike:

@@ -22,7 +22,9 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of tasks on each server. Methods that have no argument ``server`` use the first table.
+    """Seconds of tasks on each server.
+
+    Methods of :class:`CostModel` without an argument ``server`` use the first table.
 
     Attributes:
         tables: cost models.

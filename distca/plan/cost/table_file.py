@@ -76,7 +76,8 @@ def find_table(
         head_dim: size of a query or key head.
         window: the number of keys that a query sees; 0 for all keys.
         value_dim: size of a value head; 0 stands for ``head_dim``.
-        value_bytes: bytes of one number of q, k, v or o, for bytes that travel; 0 takes those of the measurement.
+        value_bytes: bytes of one element of q, k, v or o. The result counts bytes that travel by them. With 0 they are
+            those of the measurement.
 
     Raises:
         PlanError: a file in the folder is not a usable table.
@@ -100,8 +101,9 @@ def find_table(
 def open_table(
     path: str | Path, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0, value_bytes: int = 0
 ) -> TableCost:
-    """Returns the measured costs in a user's file, with seconds scaled to ``heads``; arguments as in
-    :func:`find_table`.
+    """Returns the measured costs in a user's file, with seconds scaled to ``heads``.
+
+    Arguments other than ``path`` are as in :func:`find_table`.
 
     Raises:
         PlanError: the file is not a usable table; or it was measured with a window, or for other head sizes or another

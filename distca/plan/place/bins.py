@@ -276,7 +276,7 @@ class _Bins:
         """Puts an item whole into the bin that lacks most surplus among those with enough free tokens.
 
         Returns False if there is no such bin, or if the bin would get too much work (``OVERFULL``). Too much work is
-        accepted if the item's work is at most a least share, or if only less than a least share would fit.
+        accepted if the item has at most a least share's work, or if the bin lacks less than that.
 
         After False the caller calls :meth:`put_parts`, which begins with the bin that lacks most surplus. If that bin
         has enough free tokens, it gets the whole item all the same. Otherwise the item is cut, so that no bin far

@@ -31,8 +31,8 @@ _SAME_SIZE = 1.5
 """Ranges are dealt in groups of similar length, so that ranks are sorted once for each group. The longest range of a
 group has less than this many times the rows of the shortest."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest ranges are filler: as many as have at most this fraction of all work together. Parts that are cut from
-long documents do not count. With 0.01 instead, the slowest server takes 0.1 % longer."""
+"""The shortest ranges are filler: as many as together have at most this fraction of the work of all ranges. Parts that
+are cut from long documents are no ranges here. With 0.01 instead, the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
 """A document is long only if its surplus exceeds the surplus of one rank's part by more than this fraction. Cutting is
 also repeated, up to ``_PASSES`` times, until the mean work of a rank changes by less than this, in units of work."""

@@ -66,12 +66,12 @@ def lay_out(
             documents go to ping. "even" or "lean": ping and pong get about equal attention work. In each case ping may
             get up to 1/32 more tokens, so that pong gets fewer short ends of documents. With the placement "spread"
             ping gets a quarter to half of the work. If ``dealing`` is "lean", "spread" may give ping less, so that
-            documents on several ranks are in pong alone.
+            long documents (``shares.py``) are in pong alone.
         placement: which tokens are on which rank. "in_order": one document after the other, cut where a rank is full.
             "spread": ranks get about equal attention work, summed over ping and pong. "spread_by_nano_batch": ranks get
             about equal attention work in each nano-batch; also used in place of "spread" if ``home_rows.py`` finds no
-            room for a document. "whole": one of the 2,048 longest documents is cut only if, when its turn comes, no
-            rank has room left for it. Shorter documents are cut where a rank is full (``whole.py``). With an ``align``
+            room for a document. "whole": each of the 2,048 longest documents stays whole if a rank has room for it
+            when its turn comes. Shorter documents are cut where a rank is full (``whole.py``). With an ``align``
             of 1 no document is cut between ranks if swaps make the ranks' tokens about equal (``swaps.py``).
         cost: gives the seconds of attention, which "spread", "spread_by_nano_batch" and "whole" balance. With None
             these placements balance the number of query-key pairs.

@@ -18,8 +18,7 @@ from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
 """How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even": both get about equal
-attention work. "lean" differs from "even" only in the placement "spread" (:func:`distca.plan.place.lay_out.lay_out`).
-There ping gets a quarter to half of the work, but with "lean" perhaps less: then long documents are in pong alone."""
+attention work. "lean" differs from "even" only in the placement "spread" (``lay_out.py``)."""
 _DEALT_ONE_BY_ONE = 64
 """:func:`dealt_evenly` deals this many of the longest documents one by one, and shorter documents in turns. With 8
 instead, attention on the slowest rank takes 0.1 % longer (``benchmarks/planner_constants.py``)."""

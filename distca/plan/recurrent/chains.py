@@ -52,10 +52,10 @@ class ChainRoute:
         sends_transition: indices of this rank's pieces whose transition is sent, in the order of the sent tensor.
         states: the transfer of own states, each as one row.
         transitions: the transfer of transitions, each as one row.
-        chains: one entry for each document of which this rank computes a state: (the document's index, its links). In
-            order, there is a link for each piece of this nano-batch whose summary the rank receives, or before which it
-            computes the state. A document may have a chain in each nano-batch. The chain that is computed second begins
-            with the state behind the last piece of the first.
+        chains: one entry for each document of which this rank computes a state: (the document's index, its links).
+            Links are in the order in which states are computed. A piece of this nano-batch has a link if this rank
+            receives the piece's summary, or computes the state before the piece. A document may have a chain in each
+            nano-batch. The chain that is computed second begins with the state with which the first chain ended.
     """
 
     sends_state: np.ndarray

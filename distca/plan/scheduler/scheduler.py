@@ -100,8 +100,8 @@ def schedule(
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
             server with less other work gets more attention. None if all servers have equally much.
         growth: maps a ``direction`` to [K] factors, by which cuts raised the sum of all tasks' seconds in the previous
-            plan. If ``cost`` is a ``PoolCost``, the factors are used, and replaced in the dict by this
-            plan's. Otherwise the dict is ignored. None, or no entry, stands for factors of 1.
+            plan. If ``cost`` is a ``PoolCost``, the factors are used, and this plan's factors replace them in the dict.
+            Otherwise the dict is ignored. None, or no entry, stands for factors of 1.
 
     Returns:
         A plan that computes every query row once. Equal arguments give equal plans.
@@ -166,8 +166,8 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # A usual try ends early if no range can leave a server that is above the next usual try's limit. For the
-            # last usual try this is its own limit.
+            # A usual try ends early if no range can leave a server that is above the next usual try's limit. The last
+            # usual try has no next one, so its own limit counts.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
             # Cuts add work, so the mean load and the limits rise while work moves. Servers that were filled early then
             # have room again, but too little for a range. So from the second try with costlier cuts on, limits are

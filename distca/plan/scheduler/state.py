@@ -120,7 +120,7 @@ class SchedulerState:
         first: the plan to begin with: all rows computed at home, or the plan of an earlier run.
         work: gives the seconds of a range on every server.
         target: gives the targets of all servers for a mean load.
-        tolerance: how far each limit is above the target, in the server's own seconds, as a part of the mean load.
+        tolerance: the seconds that a server at its limit takes beyond its target, as a part of the mean load.
         links: which ranks share a node, and how much more a row costs between nodes.
         expected: [K] mean load after cuts, which add work. Limits are computed from it if the mean load is smaller.
 

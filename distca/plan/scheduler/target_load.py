@@ -114,9 +114,9 @@ class TargetLoad:
         return np.asarray(np.maximum(last[:, None] - self._other, 0.0))
 
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
-        """Returns [K] seconds. The scheduler lets a server exceed its target by a fraction of them, the tolerance.
+        """Returns [K] seconds. A server may exceed its target by the tolerance times these seconds.
 
-        They are ``mean``, the attention per server. If servers differ in speed, each direction gets the average
+        The seconds are ``mean``, the attention per server. If servers differ in speed, each direction gets the average
         of ``mean`` over directions."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 

@@ -49,7 +49,7 @@ def schedule_unlike(
 
     Args:
         home: the plan in which every rank computes the attention of its own rows.
-        tolerance: how much later than at its target a server ends at its first limit, as a part of the mean work.
+        tolerance: the seconds that a server at its first limit takes beyond its target, as a part of the mean work.
         moved_bytes: bytes that travel for a query row, and for a key/value row.
         links: which ranks share a node, and prices of bytes between ranks.
         growth: cuts raise the mean work. Limits are computed as if it grew by these factors. The new plan's factors
