@@ -368,8 +368,8 @@ class CAD:
         Raises:
             SupportError: the model was not attached to this CAD, or has changed since; the model was wrapped for a
                 distributed optimizer, but trained with an optimizer that is not distributed; torch.autocast is on, or
-                torch.inference_mode in training; a CAD with other options planned the step; or ``forward_step`` or the
-                loss function returned values of another form.
+                in training torch.inference_mode or torch's anomaly detection with its check for nan; a CAD with other
+                options planned the step; or ``forward_step`` or the loss function returned values of another form.
             TransportError: rows do not fit NVSHMEM's memory, and ``transport`` allows no other way.
             PlanError: after a server without a model left or came, the step could not be planned again.
             LaunchError: after a server without a model left or came, the pool could not form again.

@@ -57,9 +57,9 @@ class CadArguments(CadOptions):
             document moves if the script gives documents their ranks, or if ``disaggregate`` is False.
         level: what a plan makes about equal on all servers: the seconds of "attention", or the "time" of attention and
             linear layers together. "time" needs ``disaggregate``, ``ping_pong`` (a micro-batch runs as two parts), and
-            pipeline stages, ``servers`` or ``speeds``. "auto" is "time" on GPUs under the same conditions, where
-            different cost tables of servers count like ``speeds``. It is "attention" otherwise, with the transport
-            "nvshmem", and if the first server's cost table has no times of linear layers.
+            pipeline stages, ``servers`` or ``speeds``. "auto" is "time" on GPUs if these conditions hold, and the first
+            server's cost table has times of linear layers. Different cost tables of servers then count like ``speeds``.
+            In other runs, and with the transport "nvshmem", "auto" is "attention".
         recompute: with "none" backward recomputes modules that Megatron's configuration names, and what
             ``keep_outputs`` would keep. With "all" it recomputes layers except core attention; a GPTModel
             without ``disaggregate`` recomputes whole layers.

@@ -40,8 +40,8 @@ def join_pool(
         KernelError: the kernel cannot run on a rank or a process of ``remote``, or gives wrong results there.
         TransportError: the transport cannot be used.
         LaunchError: a process of ``remote`` gives no answer.
-        SupportError: the model has recurrent layers, and no kernel for them can run here with right results. On GPUs
-            also if ``given.deterministic`` is True, because no kernel for recurrent layers is deterministic there.
+        SupportError: the model has recurrent layers, and no kernel for them can run here with right results; or
+            ``given.deterministic`` is True on a GPU, where no kernel for recurrent layers is deterministic.
     """
     spec = attention_spec(config, layer_kinds, device, given)
     if remote is not None:

@@ -192,8 +192,8 @@ class NanoRoutes:
 
     Attributes:
         q_rows: number of rows that this rank holds as a home, without padding.
-        prefix: in pong, ranges [first, end) of ping's rows on this rank whose k and v queries in pong see. Pong sends
-            these k and v to servers that have not kept them from ping.
+        prefix: in pong, ranges [first, end) of this rank's rows in ping. Queries in pong see the k and v of these rows.
+            Pong sends these k and v to servers that have not kept them from ping.
         backward: route of the backward plan; may be ``forward`` itself.
     """
 

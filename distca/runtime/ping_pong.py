@@ -228,7 +228,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """Returns keys and values of this rank's rows in ping, of documents that go on in pong; None without rows."""
+        """Returns the keys and values of the rows ``routes.prefix`` of ping; None without such rows."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None

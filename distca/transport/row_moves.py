@@ -170,8 +170,9 @@ class Reduction:
         shared_home: int64 indices of shared home rows, ascending.
         copies: int64 indices of packed rows for shared home rows, grouped by home row, in packed order.
         borders: [len(shared_home) + 1] int64; copies[borders[i]:borders[i+1]] are added to home row shared_home[i].
-        rounds: the same additions, read if torch adds without the CUDA library, as pairs (indices of packed rows,
-            indices i in shared_home). A round has each i at most once, so the order of additions is fixed.
+        rounds: the same additions in the form that torch needs, for rows that the CUDA library does not add. A round is
+            a pair: indices of packed rows, and for each the index i in shared_home. A round has each i at most once, so
+            the order of additions is fixed.
     """
 
     single: torch.Tensor

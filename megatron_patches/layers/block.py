@@ -1,8 +1,8 @@
 """Megatron's transformer block with another forward, in which ranks compute core attention for each other.
 
 The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. Each rank computes the recurrence of its own
-rows; ranks send each other what it needs of earlier rows. A micro-batch may be split into two *nano-batches*: one is
-computed while the transfers of the other's cores run.
+rows; ranks send each other what the recurrence needs of earlier rows. A micro-batch may be split into two
+*nano-batches*: one is computed while the transfers of the other's cores run.
 
 A training script builds its model with the spec from ``distca.CAD.block_spec``. With disaggregation
 ``CAD.attach`` then gives a GPTModel's block the new forward.
@@ -55,9 +55,9 @@ class DisaggregatedForward(MegatronModule):
     """The forward that a GPTModel's block and a HybridModel's stack share.
 
     Attributes:
-        pool: the kernel that computes attention cores, and the transport that moves rows between ranks.
+        pool: the kernel of core attention, and the transport that moves rows between ranks.
         recompute_segments: whether backward recomputes everything but cores.
-        has_servers: whether servers without a model compute cores too.
+        has_servers: whether servers without a model compute core attention too.
         in_phases: whether this project's pipeline schedule runs the model. In that schedule all stages run forward at
             the same time, then all run backward. The i-th layers of all stages run together.
     """

@@ -1,7 +1,7 @@
-"""The stack of layers of Megatron-Core's HybridModel, changed so that other ranks may compute *cores*.
+"""The stack of layers of Megatron-Core's HybridModel, changed so that other ranks may compute core attention.
 
-Each layer of a HybridModel is either a *mixer* (attention, a gated delta net or Mamba), or an MLP or experts. The core
-of a mixer is softmax(QKᵀ)V or the recurrence. A *unit* is a mixer with the MLPs and experts behind it.
+Each layer of a HybridModel is either a *mixer* (attention, a gated delta net or Mamba), or an MLP or experts. The
+*core* of a mixer is softmax(QKᵀ)V or the recurrence. A *unit* is a mixer with the MLPs and experts behind it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of the rows.
             attention_mask: the micro-batch in place of a mask. With a :class:`PackedMicroBatch` this rank computes all
                 cores of its rows itself, and if ``recompute_segments`` is True, backward recomputes cores too. With
-                another class, other ranks may compute cores, and backward does not recompute cores.
+                another class, other ranks may compute core attention, and backward recomputes no core.
         """
         if not isinstance(attention_mask, PackedMicroBatch):
             return super().forward(hidden_states, attention_mask, rotary_pos_emb)

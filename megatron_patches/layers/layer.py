@@ -1,8 +1,8 @@
 """Megatron's transformer layer, cut into the part before the core and the part behind it.
 
 The *mixer* of a layer is its attention, or a recurrence such as Mamba's. The *core* is the operation inside the mixer
-that other ranks may compute for this rank's rows, for example softmax(QKᵀ)V. ``pre`` computes everything before the
-core, and ``post`` everything behind it.
+for which rows travel between ranks: softmax(QKᵀ)V, or the recurrence without projections. ``pre`` computes everything
+before the core, and ``post`` everything behind it.
 
 The rows of a micro-batch may be split into two *nano-batches*. One nano-batch is computed while rows of the other
 travel between ranks.

@@ -1,9 +1,9 @@
 """Groups a model's layers into units, which ``distca/runtime/ping_pong.py`` runs one after the other.
 
-A *mixer* is attention or a recurrence. The mixer's *core* is softmax(QKᵀ)V, or the recurrence without projections;
-other ranks may compute the core. A *unit* is a mixer with all MLPs and experts up to the next mixer. The first unit of
-a pipeline stage also has those ahead of its mixer. Each layer of a GPTModel is a unit. In a HybridModel, mixers and
-MLPs are separate layers, so a unit may have several layers.
+A *mixer* is attention or a recurrence. The mixer's *core* is softmax(QKᵀ)V, which other ranks may compute, or the
+recurrence without projections. A *unit* is a mixer with all MLPs and experts up to the next mixer. The first unit of a
+pipeline stage also has those ahead of its mixer. Each layer of a GPTModel is a unit. In a HybridModel, mixers and MLPs
+are separate layers, so a unit may have several layers.
 
 A micro-batch has one or two *nano-batches*. For each, a unit's ``pre`` runs first, then the core, and ``post`` last.
 """

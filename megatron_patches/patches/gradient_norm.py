@@ -39,7 +39,9 @@ def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *
 
 
 def _without_dimensions(norm_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Megatron's ``norm_of`` with a result as :func:`_norm` returns, also on a rank without gradients."""
+    """Returns Megatron's ``norm_of``, changed so that its result has no dimensions.
+
+    On a rank without gradients Megatron's own result has one."""
 
     def norm(*arguments: Any, **named: Any) -> Any:
         found = norm_of(*arguments, **named)

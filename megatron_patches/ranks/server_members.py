@@ -201,7 +201,7 @@ class ServerMembers:
             of_first_rank(lambda: self._have_measured(folder))  # other homes wait here for minutes
 
     def _have_measured(self, folder: Path) -> None:
-        """Makes servers measure the missing cost tables, one server for each table. Writes them to ``folder``."""
+        """Makes servers measure missing cost tables, one server for each, and writes the tables to ``folder``."""
         spec = self._spec
         heads = (spec.heads, spec.kv_heads, spec.head_dim)
         chosen: dict[ServerSort, Comer] = {}
@@ -268,7 +268,7 @@ class ServerMembers:
     def let_go(self, number: int) -> None:
         """Leaves server ``number`` out of the pool from the next step on.
 
-        With tensor parallelism, the ``tp`` consecutive servers among which it is leave together (:func:`whole_places`).
+        With tensor parallelism, the other servers of its group of ``tp`` leave too (:func:`whole_places`).
 
         Raises:
             SupportError: servers on this type of device have to stay to the end of the run.

@@ -49,8 +49,8 @@ class Step:
         vocabulary: all token ids of this rank are below this number; None if ids were not checked.
         announced: the step's number in messages to servers without a model; 0 without such servers, and on ranks other
             than 0.
-        generation: how often servers without a model had come or left, after the start, when the step was planned
-            (``server_members.py``).
+        generation: number of the generation of servers without a model for which the step was planned
+            (``server_members.py``); 0 without such servers.
         queued: ``CAD.forward_backward`` calls it when the step's last kernel is queued. ``CAD.plan_ahead`` then begins
             to plan the next step. Without this call, planning begins when the loop asks for the next step.
     """

@@ -313,9 +313,10 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
 
 
 def check_megatrons_recomputation(config: TransformerConfig) -> None:
-    """Refuses MLPs with biases that Megatron's own layers would recompute: their backward calls itself forever.
+    """Refuses MLPs with biases that Megatron's own layers would recompute: their backward would call itself forever.
 
-    Megatron's checkpointed MLP returns its bias, which becomes an output of the function that backward calls again.
+    Megatron's checkpointed MLP also returns its bias. So autograd takes the checkpoint for the origin of the bias. The
+    checkpoint's backward computes the bias's gradient, and for it calls itself.
 
     Raises:
         SupportError: ``recompute_modules`` names MLPs, and ``add_bias_linear`` is True.

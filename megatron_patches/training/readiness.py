@@ -45,9 +45,10 @@ def check_ready(model: Any, step: Step, pool: AttentionPool, options: PlanOption
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
 
     Raises:
-        SupportError: ``step`` is no Step; torch.autocast or, for training, torch.inference_mode or a search for nan is
-            on; the model was not attached, or was changed since; the step was planned with other options, or for more
-            token ids than the model has; or weights would get wrong gradients or updates.
+        SupportError: ``step`` is no Step; torch.autocast is on; for training, torch.inference_mode is on, or torch's
+            anomaly detection with its check for nan; the model was not attached, or was changed since; the step was
+            planned with other options, or for more token ids than the model has; or weights would get wrong gradients
+            or updates.
     """
     if not forward_only:
         if torch.is_inference_mode_enabled():
@@ -145,7 +146,7 @@ def _forget_step(model: DistributedDataParallel) -> None:
 
 
 def note_trained(model: DistributedDataParallel) -> None:
-    """Marks a training step as finished. Without the mark, the next :func:`made_ready` assumes that it failed."""
+    """Marks a training step as finished. Without the mark, :func:`made_ready` takes the step for failed."""
     model.unfinished = False
     note_gradients(model)
 

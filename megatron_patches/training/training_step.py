@@ -102,7 +102,9 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
 
 
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
-    """Finishes the reduction of gradients, and divides them by the target tokens. Sets the next delayed scales of FP8.
+    """Finishes the reduction of gradients, and divides them by the number of target tokens of the global batch.
+
+    It also moves delayed scaling of FP8 on to the next scales.
 
     Schedules call this function in place of ``finalize_model_grads``, in which the host would wait for ``tokens``.
 

@@ -177,7 +177,7 @@ class InternodePeers:
         Puts to a peer wait until it has consumed all hops up to ``reuses``; with 0 no put waits.
 
         Returns:
-            A token with the event that all rows are packed; and the event that all rows have arrived. After the first
+            The puts, with the event that all rows are packed; and the event that all rows have arrived. After the first
             event, callers may write to the sources.
         """
         queue, stream = self._queue, self._stream
