@@ -316,9 +316,9 @@ class CAD:
         """Yields steps, each planned in a background thread while the caller runs the previous step.
 
         All ranks call this method together, and leave a loop over steps together. Loops may be nested, for example
-        validation inside training. After a loop that ended early, the next item of ``steps`` may already be read. The
-        thread also reads ``steps``. So ranks that communicate there need a process group that the caller does not use:
-        in a shared group, the calls of both threads would mix, and ranks would wait forever.
+        validation inside training. The thread also reads ``steps``. After a loop that ended early, it may have read the
+        next item. If reading ``steps`` communicates between ranks, this needs a process group that the caller does not
+        use. In a shared group, the calls of both threads would mix, and ranks would wait forever.
 
         Args:
             steps: the documents of every step, in the form that :meth:`plan_step` takes.

@@ -8,7 +8,7 @@ A *row* is one token's q, or its k and v. The *home* of a row is the rank that c
 q goes from homes to servers in one exchange, and k and v in another. Between nodes, k and v may first go to one server
 of a node, the *gateway*. A third exchange then brings them to other servers of the node. o, dQ, dK and dV return by the
 same exchanges, with source and destination swapped. A transport runs these exchanges as one, whose *parts* are q, and k
-with v. The third exchange is then the second hop of the part with k and v.
+with v. On the way to servers, the third exchange is the second hop of the part with k and v.
 
 Array legend: R ranks, N ranges of rows; all arrays are int64.
 """

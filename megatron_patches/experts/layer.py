@@ -119,7 +119,8 @@ class NanoBatchExperts(MoELayer):
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
         """:meth:`forward` as a generator that returns the sum alone."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
-        # Ranks exchange gradients. So if any rank trains experts, backward must run on all, and rows need gradients.
+        # In backward ranks exchange gradients. So if any rank trains experts, backward must run on all ranks. For this
+        # ``hidden`` must require a gradient.
         if torch.is_grad_enabled() and self.is_trained and (again or self.ep_group.size() > 1):
             hidden = differentiable(hidden)
         probs, dispatch, count = self._routed(hidden, nano_batch, again)

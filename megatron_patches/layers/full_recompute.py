@@ -28,7 +28,7 @@ def recompute_layers(block: TransformerBlock) -> None:
 
 
 def train_recomputed_mlps(block: TransformerBlock) -> None:
-    """Changes a block of Megatron's own layers in place, so that recomputed MLPs learn also above frozen weights."""
+    """Changes Megatron's own layers in place: recomputed MLPs get gradients also if all weights before are frozen."""
     for layer in block.layers:
         if layer.recompute_mlp:
             layer.forward = partial(_differentiable_forward, layer, layer.forward)

@@ -84,7 +84,7 @@ class LateServers:
         return not self._watch.is_gone(server.process) and all(each.process != server.process for each in self.waiting)
 
     def _refuse_unfit(self, servers: Sequence[Comer]) -> None:
-        """Refuses late servers on another kind of device or a taken GPU, or with the number of another server."""
+        """Refuses late servers on another type of device than homes, with a taken number, or on a taken GPU."""
         taken = {each.number for each in servers if self.stays(each)}
         for each in list(self.waiting):
             wrong = None

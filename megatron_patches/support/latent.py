@@ -43,8 +43,8 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel
         ),
-        f"fp8 is {config.fp8!r}, as models with latent attention have Megatron-Core's own linear layers, which know no "
-        "FP8: set fp8 to None": config.fp8 is not None,
+        f"fp8 is {config.fp8!r}, as such models have Megatron-Core's own linear layers, which do not compute in FP8: "
+        "set fp8 to None": config.fp8 is not None,
         "`model_options` has more than latent_norm_epsilon: leave the rest out": (
             replace(given.model_options, latent_norm_epsilon=0.0) != MEGATRONS
         ),

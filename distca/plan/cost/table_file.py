@@ -76,8 +76,7 @@ def find_table(
         head_dim: size of a query or key head.
         window: the number of keys that a query sees; 0 for all keys.
         value_dim: size of a value head; 0 stands for ``head_dim``.
-        value_bytes: bytes of one element of q, k, v or o. The result counts bytes that travel by them. With 0 they are
-            those of the measurement.
+        value_bytes: bytes of one element of q, k, v or o when it travels; 0 takes the bytes of the measurement.
 
     Raises:
         PlanError: a file in the folder is not a usable table.
