@@ -2,7 +2,7 @@
 
 A *server* is a process that computes core attention (attention without projections). Every rank is a server; the
 argument ``servers`` adds processes without a model. The argument ``backward`` says where a server gets q, k and v for
-backward. With "keep" the server keeps them from forward, with "resend" the ranks that sent them send them once more.
+backward. With "keep" the server keeps them from forward. With "resend" the ranks that sent them send them again.
 """
 
 from __future__ import annotations

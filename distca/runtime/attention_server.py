@@ -57,7 +57,7 @@ _PLANNED_AHEAD = 3
 """The most plans that a server holds: for this training step, the next one, and a validation step. A fourth plan
 replaces the oldest. A step whose plan was replaced is planned again."""
 _REMEMBERED = 16
-"""The number of latest steps whose reports (:class:`Served`) stay in the store. Older reports are deleted."""
+"""The number of latest runs of steps whose reports (:class:`Served`) stay in the store. Older reports are deleted."""
 HOMES_QUIET = timedelta(days=7)
 """The longest time without a message from homes. After it, the server raises LaunchError."""
 

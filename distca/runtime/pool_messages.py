@@ -115,7 +115,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Served:
-    """A server's report of one step.
+    """A server's report of one run of a step.
 
     Attributes:
         seconds: for the keys "forward" and "backward", the seconds of each attention computation in the step.

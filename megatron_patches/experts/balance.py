@@ -79,8 +79,8 @@ class MicroBatchBalance:
         assert experts is not None
         self.loss_scale = _loss_scale(config, device) if training else 1.0
         self.per_document = coefficient(config, "seq_aux_loss") > 0
-        # Padding rows read the counts of document 0. These must also exist if the plan has moved all documents to other
-        # micro-batches.
+        # Padding rows read the counts of document 0. These counts must exist even if the plan has moved all documents
+        # to other micro-batches.
         groups = max(documents, 1) if self.per_document else 1
         # _best: the counts c_i. _load: the rows that each expert gets. _entropy: the sum of all rows' entropies.
         self._best = torch.zeros(len(layers), groups, experts, dtype=torch.float32, device=device)

@@ -121,7 +121,7 @@ def check_model(
     if found != due:
         raise SupportError(
             f"decoder has {found} layers, but num_layers and pipeline_model_parallel_size of the configuration give "
-            f"each pipeline stage {due}, and plans are for these: set num_layers to the model's layers."
+            f"each pipeline stage {due}, and plans are for these: set num_layers to the number that the model has."
         )
     before = due * parallel_state.get_pipeline_model_parallel_rank()
     for number, each in enumerate(model.decoder.layers):
