@@ -285,7 +285,7 @@ class _Balanced(torch.autograd.Function):
 def with_loss(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """Returns ``activation`` unchanged; its backward also runs backward of the scalar ``loss``, the router's z-loss.
 
-    ``loss`` must have been multiplied by its coefficient and by :attr:`MicroBatchBalance.loss_scale`."""
+    ``loss`` must have been multiplied by its coefficient and by the ``loss_scale`` of :class:`MicroBatchBalance`."""
     attached: torch.Tensor = _WithLoss.apply(activation, loss)
     return attached
 

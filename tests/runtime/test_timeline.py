@@ -44,17 +44,24 @@ def test_a_transfer_ends_with_its_second_hop():
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_waits_for_transfers_are_timed_where_that_is_asked_for(asked):
-    timeline = Timeline("cpu")
+    timeline, waited, joined = Timeline("cpu"), [], []
     timeline.times_waits = asked
-    handle = SimpleNamespace(wait=lambda: time.sleep(0.02))
-    transport = SimpleNamespace(launch=lambda _: handle)
+    transport = SimpleNamespace(launch=lambda _: SimpleNamespace(wait=lambda: _timed(waited, time.sleep, 0.02)))
     call = LayerCall(SimpleNamespace(timeline=timeline), 0, 0, transport)
     for _ in range(2):
         call._launch("states", "forward")
         time.sleep(0.02)  # something hides as much
-        call._join("states", "forward")
+        _timed(joined, call._join, "states", "forward")
     found = timeline.take_waits()
-    assert found == ({"states": pytest.approx(0.04, abs=0.015)} if asked else {}) and timeline.take_waits() == {}
+    assert found.keys() == ({"states"} if asked else set()) and timeline.take_waits() == {}
+    if asked:
+        assert sum(waited) - 1e-4 <= found["states"] <= sum(joined) + 1e-4 and sum(waited) >= 0.04
+
+
+def _timed(seconds, function, *arguments):
+    began = time.perf_counter()
+    function(*arguments)
+    seconds.append(time.perf_counter() - began)
 
 
 def test_spans_show_the_numbers_of_layers_that_were_given():
