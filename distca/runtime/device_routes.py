@@ -137,7 +137,7 @@ class ServerRoute:
         repeats: copies from this server's k,v buffer to the regions. Empty if the buffer itself serves as the regions.
         before: in pong, copies to the regions from the k,v buffer that this server has kept from ping.
         copies: those of ``repeats`` and of ``before``.
-        copies_back: for each range of ``repeats``, the copy of its last task's rows from the regions to the k,v buffer.
+        copies_back: for each range of ``repeats``, the reverse of its last copy: from the regions to the k,v buffer.
         q_rows, kv_rows, region_rows: numbers of rows in the query buffer, in the k,v buffer, and in all regions.
     """
 

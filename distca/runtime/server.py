@@ -3,8 +3,9 @@
 - task: a range of a document's queries, with all keys and values that they attend to.
 - buffer: the k,v rows (one token's key and value) that came to the server. A row that several tasks read is there once.
 - region: one task's k,v rows, contiguous for the kernel.
-- range (``SharedRows``): a run of buffer rows from row ``first``, which one or more tasks read. For each task
-  ``places`` has the task's first buffer row minus ``first``, its first row in the regions, and its number of rows.
+- range (``SharedRows``): a run of buffer rows from row ``first``, which one or more tasks read. ``places`` lists the
+  copies from this range to the regions: first buffer row minus ``first``, first row in the regions, number of rows.
+  A copy may serve several tasks whose rows follow each other.
 - ping, pong: the first and the second part of a micro-batch. Tasks of pong may read k,v rows that arrived in ping.
 
 Shape suffixes: T query rows of the tasks; U k,v rows of the buffer; V k,v rows that arrived in ping; S k,v rows of all
@@ -68,8 +69,8 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
         dkv_S2GD: gradients of the regions.
         later: in ping, gradients that pong's tasks computed for rows of this buffer; empty in pong.
     """
-    # The last task of a range reads up to the range's end. Its gradients are copied. Then sums overwrite all rows that
-    # any other task reads.
+    # The last copy of a range ends at the range's end. The gradients of its rows are copied back. Then sums overwrite
+    # all rows that are in other copies too.
     dkv_U2GD = dkv_S2GD
     if route.repeats:
         dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])

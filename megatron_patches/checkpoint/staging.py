@@ -103,8 +103,8 @@ class HostStaging:
         """Logs once, on rank 0; ``need`` and ``free`` are bytes of a node."""
         if dist.get_rank() == 0 and not self._warned:
             logger.warning(
-                "Training waits while checkpoints are written: copies need %.1f GiB of host memory on a node, and may "
-                "take %.1f GiB, %.0f%% of the free memory there.",
+                "Training waits while checkpoints are written: copies need %.1f GiB more of host memory on a node, and "
+                "may take %.1f GiB, %.0f%% of the free memory there.",
                 *(need / 2**30, _USABLE * free / 2**30, 100 * _USABLE),
             )
         self._warned = True

@@ -32,7 +32,7 @@ def import_folder(
         files: the folder's tensors, whose ``check`` has passed.
         dtype: dtype of the checkpoint's weights.
         target: an existing empty folder.
-        advance: is called after each parameter, with the number of bytes read from the folder.
+        advance: as in :func:`load_weights`.
     """
     with one_process():
         config = transformer_config(shape, dtype, cpu_initialization=True)

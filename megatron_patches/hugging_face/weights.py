@@ -98,7 +98,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 
 
 def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
-    """Returns the slot of a projection or norm of multi-latent attention; None for another parameter."""
+    """Returns the slot of a projection or norm that only multi-latent attention has; None for another parameter."""
     names, latent = model.weights.latent, model.latent
     of_heads = {
         "linear_q_proj": (names.query, model.head_dim),
@@ -207,7 +207,8 @@ def load_weights(
     Args:
         gpt: this rank's part of a GPTModel or a HybridModel, not yet inside DistributedDataParallel.
         files: the folder's tensors, whose ``check`` has passed.
-        advance: is called after each parameter, with the number of bytes read.
+        advance: is called after each parameter, with the bytes of this rank's share in the folder's dtype. FP8 and
+            MXFP4 count as bfloat16.
 
     Raises:
         ModelError: a file can no longer be read.

@@ -56,7 +56,7 @@ class DisaggregatedForward(MegatronModule):
 
     Attributes:
         pool: the kernel of core attention, and the transport that moves rows between ranks.
-        recompute_segments: whether backward recomputes everything but cores.
+        recompute_segments: whether backward recomputes everything but cores; with ``disaggregate=False`` cores too.
         has_servers: whether servers without a model compute core attention too.
         in_phases: whether this project's pipeline schedule runs the model. In that schedule all stages run forward at
             the same time, then all run backward. The i-th layers of all stages run together.

@@ -23,10 +23,10 @@ _RECURRENCES = {DELTA_NET: recurrence_of, MAMBA: mamba_recurrence}
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The recurrences of a whole model, and its kinds of attention.
+    """The recurrences of all layers of a model, and the kinds of attention. Recurrences have one rank's heads.
 
     In a GPTModel each layer is a *unit*. In a HybridModel a unit is an attention or recurrent layer, together with the
-    MLPs and experts that follow.
+    MLPs and experts that follow. The first unit of a pipeline stage also has those ahead of that layer.
 
     Attributes:
         kinds: the distinct kinds of attention, in descending order of the number of keys that a query sees.

@@ -44,7 +44,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
 
 
 def _written(inputs: StepInputs, name: str, folder: Path) -> Path | None:
-    """Returns the absolute path of the written file; None if no folder could be written."""
+    """Returns the absolute path of the written file; None if the inputs fit no file or no folder."""
     for place in (folder, Path(tempfile.gettempdir())):
         try:
             write_step(place / name, inputs)

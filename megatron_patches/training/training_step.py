@@ -34,8 +34,8 @@ from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
 _BUCKET_PARAMETERS = 100_000_000
-"""About how many elements of gradients are reduced together, as a *bucket*. Checkpoints of the distributed optimizer
-store buckets, so the size must not depend on the number of ranks, as Megatron's default does."""
+"""About how many elements of gradients are reduced together, as a *bucket*. Megatron's default grows with the number of
+ranks. With pipeline stages, Megatron ignores this number and reduces all gradients together."""
 
 
 def wrap_for_data_parallel(
@@ -49,7 +49,7 @@ def wrap_for_data_parallel(
 
     Args:
         model: the model, which is cast to bfloat16 if its configuration has ``bf16``.
-        gradients: the dtype in which gradients are added up and reduced, torch.float32 or torch.bfloat16.
+        gradients: the dtype in which gradients are added up and reduced: torch.float32, or the weights' dtype.
     """
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
@@ -106,7 +106,8 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
     It also moves delayed scaling of FP8 on to the next scales.
 
-    Schedules call this function in place of ``finalize_model_grads``, in which the host would wait for ``tokens``.
+    Schedules call this function in place of ``finalize_model_grads``, in which the host would wait for ``tokens`` with
+    Megatron-Core 0.16.1.
 
     Args:
         models: from :func:`wrap_for_data_parallel`.
@@ -193,8 +194,9 @@ def with_counted_tokens(forward_step: ForwardStep, *, trains: bool) -> ForwardSt
             out this rank's backward, and other ranks would wait for this rank's part in attention's backward.
 
     Raises:
-        SupportError: from the returned function, if ``forward_step`` does not take one batch, or it or its loss
-            function does not return what :data:`ForwardStep` says; or if backward follows a loss without a gradient.
+        SupportError: from the returned function, if ``forward_step`` does not take one batch, or does not return what
+            :data:`ForwardStep` says; from the loss function that it returns, if that does not return what
+            :data:`ForwardStep` says, or if backward follows a loss without a gradient.
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -258,7 +260,7 @@ def run_schedule(
     """Runs forward and backward of a global batch by Megatron's own schedule.
 
     Args:
-        model: from :func:`wrap_for_data_parallel`.
+        model: from :func:`wrap_for_data_parallel`; with ``forward_only`` it may also be the bare model.
         batches: this rank's micro-batches; their number is the same on all data-parallel ranks.
         forward_step: from :func:`with_counted_tokens`.
 
@@ -280,7 +282,9 @@ def run_schedule(
 
 
 def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """A :data:`ForwardStep` for training. Its report is [2] float64: summed loss and number of target tokens."""
+    """A :data:`ForwardStep` for training and validation.
+
+    Its report is [2] float64: summed loss and number of target tokens."""
     batch = next(batches)
     loss = model(
         batch.tokens,
