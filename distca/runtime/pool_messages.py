@@ -31,8 +31,8 @@ class PoolTerms:
     Attributes:
         spec: core attention on a home, with heads, dtype, device and the layers' kinds (such as window and scale).
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
-        layers: numbers, from 0, of a pipeline stage's layers (of a HybridModel: units) with attention, equal for all
-            stages; empty means that all layers have attention.
+        layers: numbers, from 0, of a pipeline stage's layers with attention, equal for all stages; empty means that all
+            layers have attention. In a HybridModel units count as layers: each has one attention or recurrent layer.
     """
 
     options: PlanOptions

@@ -1,8 +1,8 @@
 """Transformer layers of hybrid models such as Qwen3.5: with a gated delta net, or with a gate on attention's output.
 
 A gated delta net is a convolution and a recurrence in place of attention. These two are the *core* of such a layer. In
-other layers the core is softmax(QKᵀ)V. Other ranks may compute the core. ``pre`` computes everything before the core,
-and ``mixed`` everything behind the core up to the output projection.
+other layers the core is softmax(QKᵀ)V. Rows travel between ranks for the core. ``pre`` computes everything before the
+core, and ``mixed`` everything behind the core up to the output projection.
 
 Shape suffixes: N rows (tokens), F columns of the input or QKV projection, C channels of the convolution. H query heads,
 or output heads of the recurrence; G key/value heads, D head_dim, V elements of an output head; 2 stands for keys and

@@ -14,7 +14,7 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
     """Returns the fields' values by name; empty if ``shape.hybrid.pattern``, a string of layer symbols, is empty.
 
     Raises:
-        SupportError: there is a pattern, and the installed Megatron-Core has no gated delta nets.
+        SupportError: there is a pattern, and the installed Megatron-Core is older than 0.19.
     """
     hybrid = shape.hybrid
     if not hybrid.pattern:

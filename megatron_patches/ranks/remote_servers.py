@@ -50,8 +50,8 @@ class RemoteServers(ServerMembers):
     def agree(self, number: int, plan: StepPlan) -> None:
         """On rank 0, waits until all servers have planned step ``number``, and compares their plans with ``plan``.
 
-        On devices on which servers may leave (``MAY_GO``), a server that does not answer leaves the pool. The step is
-        then planned again without it.
+        On devices on which servers may leave (``MAY_GO``), a new generation forms if a server does not answer, and the
+        step is planned again. The server leaves if it does not answer then either.
 
         Raises:
             PlanError: a server has another plan or could not plan.

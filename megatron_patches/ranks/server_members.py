@@ -67,7 +67,8 @@ once more to measure tables. Other homes wait for rank 0 for ``TIMEOUT`` each ti
 it can tell them why."""
 _HERE = timedelta(seconds=15)
 """The time that rank 0 waits for a server's answer once the pool has formed. After this time the run goes on without
-the server. If ``MAY_GO`` does not name the type of device, servers cannot leave, and rank 0 waits for ``TIMEOUT``."""
+the answer, or without the server. If ``MAY_GO`` does not name the type of device, servers cannot leave, and rank 0
+waits for ``TIMEOUT``."""
 _LATE_S = 40.0
 """If a process group has not formed this many seconds after its time limit (``patience``), :func:`ends_by` ends all
 homes. In a process without a watcher of ranks (``distca/cluster/health.py``) :func:`ends_by` does nothing. Gloo keeps
@@ -121,7 +122,7 @@ class ServerMembers:
         self._gpus = of_ranks(gpu_id(device))
         check_gpus(self._servers, tp, self._gpus)
         self.generation = 0
-        self._lost: set[int] = set()  # numbers of servers that are to leave the pool
+        self._lost: set[int] = set()  # numbers of servers for which a new generation is due
         self._released: set[int] = set()  # the numbers in ``_lost`` of servers that the user let go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)

@@ -54,10 +54,12 @@ def check_groups(config: TransformerConfig) -> None:
             )
     # The key is the distance of neighbouring ranks in the group, for example 1, 2 and 4 in a 2 x 2 x 2 job. If two keys
     # are equal, the earlier group has one rank, needs no check, and drops out of the dict.
+    # Ranks of context parallelism count as data-parallel ones here; ``check_config`` refuses them with a reason.
+    data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strides = {
         1: parallel_state.get_tensor_model_parallel_group(),
-        tp: parallel_state.get_data_parallel_group(),
-        tp * parallel_state.get_data_parallel_world_size(): parallel_state.get_pipeline_model_parallel_group(),
+        tp: data_parallel,
+        tp * data_parallel.size(): parallel_state.get_pipeline_model_parallel_group(),
     }
     if any((np.diff(dist.get_process_group_ranks(group)) != stride).any() for stride, group in strides.items()):
         raise SupportError(

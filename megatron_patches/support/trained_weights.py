@@ -74,10 +74,10 @@ def check_trained_biases(model: torch.nn.Module) -> None:
 
 
 def check_trained_weights(model: DistributedDataParallel) -> None:
-    """Refuses weights that were frozen, unfrozen, added, replaced or removed after ``CAD.data_parallel``.
+    """Refuses trained weights that were frozen, unfrozen, added, replaced or removed after ``CAD.data_parallel``.
 
-    It also refuses weights whose memory is outside Megatron's buffers, and hooks on gradients that go to ``main_grad``
-    only.
+    It also refuses hooks on gradients that go to ``main_grad`` only. With a distributed optimizer it refuses weights in
+    bfloat16 or float32 whose memory is outside Megatron's buffers.
 
     Raises:
         SupportError: the message names the first weight that is refused, or the shape of one that the model lost.

@@ -131,7 +131,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Records forward of the output layer and the loss in the timeline, as "head"."""
+        """Records what follows the layers in forward, as "head". On the last stage this is output layer and loss."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -250,7 +250,7 @@ class Neighbours:
         if received_shape is not None:
             received = torch.empty(received_shape, dtype=self.dtype, device=self.device)
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=me - step))
-        # Send and receive start together: if each stage first waited for its send to end, no stage would receive.
+        # Send and receive start together. If stages first waited for their sends, one transfer would follow another.
         return StageTransfer(sent, received, dist.batch_isend_irecv(operations) if operations else [])
 
 
